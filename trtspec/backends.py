@@ -1,0 +1,77 @@
+"""Which backend runs an engine: the one match statement over ``backend.kind``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from trtspec.artifact import Artifact
+from trtspec.engine import Engine
+from trtspec.errors import InputError, MissingError, Problem
+from trtspec.recipe import (
+    EmbeddedBackend,
+    ExactAcceptance,
+    NoQuantization,
+    NoSpeculation,
+    PytorchBackend,
+    Recipe,
+    TensorrtBackend,
+)
+
+Variant = Literal["recipe", "no_speculation", "baseline"]
+
+
+def variant_recipe(recipe: Recipe, variant: Variant) -> Recipe:
+    """The recipe a variant runs.
+
+    ``recipe``: as built. ``no_speculation``: the same weights and KV cache, one token a step.
+    ``baseline``: 16-bit weights and KV cache, one token a step. Everything else (dtype, limits, pages)
+    stays, so that a difference between two variants has one cause.
+    """
+    if variant == "recipe":
+        return recipe
+    changes: dict[str, Any] = {
+        "speculation": NoSpeculation(kind="none"),
+        "acceptance": ExactAcceptance(kind="exact"),
+    }
+    if variant == "baseline":
+        changes["quantization"] = NoQuantization(kind="none")
+    return recipe.model_copy(update=changes)
+
+
+def open_engine(artifact: Artifact, variant: Variant = "recipe", **overrides: Any) -> Engine:
+    """Load a variant of a built engine (see :func:`variant_recipe`).
+
+    ``overrides`` replace keys of the recipe's backend (``dtype="float64"``, ``threads=1`` ...). Raises
+    MissingError when this machine or this trtspec cannot run the backend, InputError on bad overrides.
+    """
+    recipe = variant_recipe(artifact.recipe, variant)
+    backend = recipe.backend
+    match backend:
+        case EmbeddedBackend():
+            if overrides:
+                recipe = recipe.model_copy(update={"backend": _override(backend, overrides)})
+            folder = artifact.baseline_dir if variant == "baseline" else artifact.target_dir
+            from trtspec.embedded.engine import open_embedded
+
+            return open_embedded(recipe, folder, speculation=variant == "recipe")
+        case TensorrtBackend() | PytorchBackend():
+            raise MissingError(gpu_backend_message(backend.kind))
+
+
+def _override(backend: EmbeddedBackend, overrides: dict[str, Any]) -> EmbeddedBackend:
+    try:
+        return EmbeddedBackend.model_validate({**backend.model_dump(), **overrides})
+    except ValidationError as error:
+        raise InputError(
+            [Problem(item["msg"], key=".".join(str(part) for part in item["loc"])) for item in error.errors()]
+        ) from None
+
+
+def gpu_backend_message(kind: str) -> str:
+    """Why a recipe for a GPU backend goes no further in this version."""
+    return (
+        f"backend.kind: {kind}: this version of trtspec does not build or run TensorRT-LLM engines yet "
+        "(it reads and checks such recipes only); use backend.kind: embedded to build, serve and verify"
+    )
