@@ -1,0 +1,119 @@
+"""Drafts: candidate tokens as a tree under the current token.
+
+A node's parent is an earlier node or -1, the *current token*: the last known token, whose KV is written
+in the same forward. A chain is a tree with one branch and no speculation is the empty tree, so one mask
+builder and one signature of acceptance serve every way of drafting (token trees: SpecInfer,
+arXiv 2305.09781; Medusa, arXiv 2401.10774, section 2.1.2).
+
+Two numberings occur. *Nodes* are 0 .. n-1. *Rows* are the n + 1 rows that verify a draft in one forward:
+row 0 is the current token, row i + 1 is node i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Candidates for the tokens that follow the current token; prefix-closed and in topological order.
+
+    Raises ValueError when the fields do not fit each other: a draft is made by code, not by users.
+    Equality compares tokens and parents only.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    """Of each node: an earlier node, or -1 for the current token."""
+    probs: Tensor | None = field(default=None, compare=False)
+    """[n, vocab]: row i is the law that node i was drawn from given its parent, *before* the tokens of
+    earlier siblings are taken out of it. None: candidates chosen without randomness (point masses)."""
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"draft of {len(self.tokens)} tokens with {len(self.parents)} parents")
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"draft node {node} has parent {parent}; must be -1 or an earlier node")
+        if self.probs is not None and (self.probs.ndim != 2 or self.probs.shape[0] != len(self.tokens)):
+            raise ValueError(
+                f"draft of {len(self.tokens)} tokens with probs of shape {list(self.probs.shape)}; "
+                f"must be [{len(self.tokens)}, vocab]"
+            )
+
+    def __len__(self) -> int:
+        """The number of nodes."""
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node's parent is the node before it; the empty draft is a chain."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+EMPTY_DRAFT = Draft((), ())
+
+
+def chain(tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
+    """The one-branch draft that proposes ``tokens`` in order; ``probs`` ``[n, vocab]`` or None."""
+    return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs)
+
+
+def truncate(draft: Draft, max_nodes: int) -> Draft:
+    """The first ``max_nodes`` nodes (none if that is negative); prefix-closed because parents come first.
+
+    What is cut depends on the order of the nodes alone, never on the tokens, so a draft whose tokens
+    were drawn at random stays fit for rejection sampling.
+    """
+    if max_nodes >= len(draft):
+        return draft
+    if max_nodes <= 0:
+        return EMPTY_DRAFT
+    probs = None if draft.probs is None else draft.probs[:max_nodes]
+    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs)
+
+
+def depths(draft: Draft) -> tuple[int, ...]:
+    """Of each node, its distance from the current token: 1 for the first candidates.
+
+    A node's position in its sequence is the current token's position plus its depth.
+    """
+    found: list[int] = []
+    for parent in draft.parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return tuple(found)
+
+
+def children(draft: Draft) -> list[list[int]]:
+    """Of each row, the nodes that may follow it, in node order; length n + 1."""
+    found: list[list[int]] = [[] for _ in range(len(draft) + 1)]
+    for node, parent in enumerate(draft.parents):
+        found[parent + 1].append(node)
+    return found
+
+
+def path_to(draft: Draft, node: int) -> tuple[int, ...]:
+    """The nodes from the first candidate down to ``node``; () for -1, the current token."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(node)
+        node = draft.parents[node]
+    return tuple(reversed(path))
+
+
+def tree_mask(draft: Draft) -> Tensor | None:
+    """Which row attends to which: ``[n + 1, n + 1] bool``, row to its ancestors and itself.
+
+    None for a chain, where that is every earlier row and the causal mask serves.
+    """
+    if draft.is_chain:
+        return None
+    mask = np.eye(len(draft) + 1, dtype=np.bool_)
+    for node, parent in enumerate(draft.parents):
+        mask[node + 1] |= mask[parent + 1]
+    return torch.from_numpy(mask)
