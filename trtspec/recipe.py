@@ -2,40 +2,61 @@
 
 This module is the schema: each class is one mapping of the YAML, each field one key, each docstring
 what an editor shows. ``quantization``, ``speculation``, ``acceptance`` and ``backend`` are unions tagged
-by ``kind``; every variant has only its own fields. Reading a file with line numbers, the rules that
-span keys and the error texts are in :mod:`trtspec.recipe_file`; ``recipes/reference.yaml`` shows every
-key with a comment.
+by ``kind``; every variant has only its own fields. Reading a file with line numbers and the error texts
+are in :mod:`trtspec.recipe_file`, the rules that span keys in :mod:`trtspec.recipe_rules`;
+``recipes/reference.yaml`` shows every key with a comment.
+
+Values are strict: text is never read as a number, ``true`` is never 1; a whole number may stand where a
+fraction is allowed, and a list where a tuple is.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 SCHEMA_VERSION = 1
 
 WeightFormat = Literal["none", "fp8", "w4a16_awq", "w4a8_awq", "w8a8_sq", "nvfp4"]
 KvFormat = Literal["none", "fp8", "int8", "nvfp4"]
+HeadsFormat = Literal["none", "fp8"]
 
-PositiveInt = Annotated[int, Field(gt=0)]
+
+def _whole_number(value: Any) -> Any:
+    """Literal compares with ==, so that True and 1.0 would pass for 1; they must not."""
+    if type(value) is not int:
+        raise PydanticCustomError("int_type", "not a whole number")
+    return value
+
+
+TokenCount = Annotated[int, Field(ge=1, le=2**24)]
+GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole_number)]
+# strict=False is for the container alone (a YAML list is not a tuple); the items stay strict.
+TreePath = Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(strict=False)]
+TreePaths = Annotated[tuple[TreePath, ...], Field(strict=False)]
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+Folder = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class _Mapping(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 # --------------------------------------------------------------------------- model
 
 
 class Model(_Mapping):
-    """The target checkpoint."""
+    """A checkpoint."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1, max_length=4096)]
     """A Hugging Face folder (relative paths start at the recipe's folder), ``sample:NAME`` for a model
     that ``trtspec fetch NAME`` put into the cache, or a hub id (``org/name``), which needs the network."""
-    revision: str | None = None
-    """Hub revision; only with a hub id."""
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Hub revision: a branch, tag or commit; only with a hub id."""
 
 
 # --------------------------------------------------------------------------- backend
@@ -45,10 +66,11 @@ class EmbeddedBackend(_Mapping):
     """trtspec's own torch engine: any machine, no GPU needed."""
 
     kind: Literal["embedded"]
+    """trtspec's own torch engine: any machine, no GPU needed."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Computation and unquantized weights."""
+    """Of the computation and of unquantized weights."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Never changed silently: ``cuda`` without a GPU is an error."""
+    """Where the engine runs. Never changed silently: ``cuda`` without a GPU is an error."""
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens of one KV cache page."""
     prefix_cache: bool = True
@@ -61,24 +83,32 @@ class TensorrtBackend(_Mapping):
     """TensorRT-LLM engines (``trtllm-build``), versions 0.17 to 1.2.1, NVIDIA GPU."""
 
     kind: Literal["tensorrt"]
-    version: str = ">=0.17,<=1.2.1"
-    """TensorRT-LLM versions that this recipe is for: comma-separated comparisons."""
+    """TensorRT-LLM engines (``trtllm-build``), versions 0.17 to 1.2.1, NVIDIA GPU."""
+    version: Annotated[str, Field(min_length=1, max_length=100)] = ">=0.17,<=1.2.1"
+    """TensorRT-LLM versions that this recipe is for: comparisons separated by commas."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    """Of activations and of unquantized weights."""
     paged_context_fmha: bool = True
-    """Needed for KV reuse, chunked context and most drafting."""
+    """Paged attention kernel for prompts; KV reuse, chunked context and most drafting need it."""
     multiple_profiles: bool = False
+    """Several TensorRT optimization profiles: a longer build, better kernels for small batches."""
 
 
 class PytorchBackend(_Mapping):
     """TensorRT-LLM's LLM API (PyTorch flow), versions 1.0 and later, NVIDIA GPU."""
 
     kind: Literal["pytorch"]
-    version: str = ">=1.0,<1.5"
+    """TensorRT-LLM's LLM API (PyTorch flow), versions 1.0 and later, NVIDIA GPU."""
+    version: Annotated[str, Field(min_length=1, max_length=100)] = ">=1.0,<1.5"
+    """TensorRT-LLM versions that this recipe is for: comparisons separated by commas."""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """Of activations and of unquantized weights; auto: the checkpoint's."""
     cuda_graphs: bool = True
+    """Capture decode steps as CUDA graphs."""
     overlap_scheduler: bool | None = None
-    """null: on wherever the drafting method and version allow it."""
+    """Schedule the next step while this one runs; null: on wherever the drafting method allows it."""
     attention: Literal["TRTLLM", "FLASHINFER", "VANILLA"] = "TRTLLM"
+    """Attention kernels."""
 
 
 Backend = Annotated[EmbeddedBackend | TensorrtBackend | PytorchBackend, Field(discriminator="kind")]
@@ -90,59 +120,69 @@ Backend = Annotated[EmbeddedBackend | TensorrtBackend | PytorchBackend, Field(di
 class Calibration(_Mapping):
     """The texts on which scales are measured."""
 
-    data: str = "builtin"
+    data: Annotated[str, Field(min_length=1, max_length=4096)] = "builtin"
     """``builtin`` (texts that ship with trtspec) or a JSONL file with ``text`` or ``messages`` per line."""
-    num_samples: PositiveInt = 64
-    max_tokens: Annotated[int, Field(ge=16)] = 512
-    """Length of one calibration batch row; texts are packed to it."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    num_samples: Annotated[int, Field(ge=1, le=100_000)] = 64
+    """Rows of the calibration set; texts are packed into rows."""
+    max_tokens: Annotated[int, Field(ge=16, le=131_072)] = 512
+    """Length of one calibration row, in tokens."""
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of the choice of texts."""
 
 
 class _Quantization(_Mapping):
     kv_cache: KvFormat = "none"
-    """Format of the KV cache."""
+    """Format of the KV cache; none: 16 bit (or the backend's dtype)."""
 
 
 class _CalibratedQuantization(_Quantization):
     lm_head: bool = False
     """Quantize the output projection too (rarely wise; refused by some engines)."""
-    exclude: tuple[str, ...] = ()
+    exclude: Patterns = ()
     """Further modules to leave in 16 bit, as glob patterns on module names."""
     calibration: Calibration = Calibration()
+    """The texts on which scales are measured."""
 
 
 class NoQuantization(_Quantization):
     """16-bit weights; only the KV cache may be quantized."""
 
     kind: Literal["none"]
+    """16-bit weights; only the KV cache may be quantized."""
     calibration: Calibration = Calibration()
+    """The texts on which the scales of a quantized KV cache are measured."""
 
 
 class Fp8Quantization(_CalibratedQuantization):
     """FP8 E4M3 weights and activations, per tensor, static scales."""
 
     kind: Literal["fp8"]
+    """FP8 E4M3 weights and activations, per tensor, static scales."""
 
 
 class W4A16AwqQuantization(_CalibratedQuantization):
     """4-bit integer weights in groups with 16-bit activations; AWQ (arXiv 2306.00978)."""
 
     kind: Literal["w4a16_awq"]
-    group_size: Literal[32, 64, 128] = 128
-    """Must divide the input size of every quantized layer."""
+    """4-bit integer weights in groups with 16-bit activations; AWQ (arXiv 2306.00978)."""
+    group_size: GroupSize = 128
+    """Weights that share a scale; must divide the input size of every quantized layer."""
 
 
 class W4A8AwqQuantization(_CalibratedQuantization):
-    """4-bit integer weights with FP8 activations; AWQ."""
+    """4-bit integer weights in groups with FP8 activations; AWQ."""
 
     kind: Literal["w4a8_awq"]
-    group_size: Literal[32, 64, 128] = 128
+    """4-bit integer weights in groups with FP8 activations; AWQ."""
+    group_size: GroupSize = 128
+    """Weights that share a scale; must divide the input size of every quantized layer."""
 
 
 class W8A8SqQuantization(_CalibratedQuantization):
     """INT8 weights and activations; SmoothQuant (arXiv 2211.10438)."""
 
     kind: Literal["w8a8_sq"]
+    """INT8 weights and activations; SmoothQuant (arXiv 2211.10438)."""
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """How much of the activations' range moves into the weights."""
 
@@ -151,6 +191,7 @@ class Nvfp4Quantization(_CalibratedQuantization):
     """NVFP4 weights and activations; calibrating needs a CUDA GPU, running it Blackwell."""
 
     kind: Literal["nvfp4"]
+    """NVFP4 weights and activations; calibrating needs a CUDA GPU, running it Blackwell."""
 
 
 Quantization = Annotated[
@@ -168,35 +209,47 @@ Quantization = Annotated[
 
 
 class NoSpeculation(_Mapping):
+    """One token per target step."""
+
     kind: Literal["none"]
+    """One token per target step."""
 
 
 class NgramSpeculation(_Mapping):
     """Prompt lookup: continue the latest place where the current suffix occurred before."""
 
     kind: Literal["ngram"]
+    """Prompt lookup: continue the latest place where the current suffix occurred before."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """Tokens proposed per step, at most."""
     min_ngram: Annotated[int, Field(ge=1, le=16)] = 2
-    """Shortest suffix that counts as a match."""
+    """Shortest suffix that counts as a match, in tokens."""
     max_ngram: Annotated[int, Field(ge=1, le=16)] = 4
-    """Longest suffix looked for; longer matches win."""
+    """Longest suffix looked for, in tokens; longer matches win."""
 
 
 class LookaheadSpeculation(_Mapping):
-    """Lookahead decoding (arXiv 2402.02057)."""
+    """Lookahead decoding: n-grams from parallel Jacobi iterations (arXiv 2402.02057)."""
 
     kind: Literal["lookahead"]
-    window: Annotated[int, Field(ge=1, le=32)] = 4
+    """Lookahead decoding: n-grams from parallel Jacobi iterations (arXiv 2402.02057)."""
+    window: Annotated[int, Field(ge=2, le=32)] = 4
+    """W: positions generated in parallel."""
     ngram: Annotated[int, Field(ge=2, le=16)] = 3
+    """N: length of the n-grams collected; at most N - 1 drafted tokens are accepted per step."""
     verification_set: Annotated[int, Field(ge=1, le=32)] = 4
+    """G: n-grams verified per step. A step has (N - 2) + (W - 1 + G)(N - 1) drafted positions."""
 
 
 class DraftModelSpeculation(_Mapping):
     """A smaller model with the same tokenizer drafts a chain (arXiv 2211.17192)."""
 
     kind: Literal["draft_model"]
+    """A smaller model with the same tokenizer drafts a chain (arXiv 2211.17192)."""
     model: Model
+    """The draft checkpoint."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """Tokens drafted per step."""
     quantization: Quantization = NoQuantization(kind="none")
     """The draft's own."""
 
@@ -205,11 +258,12 @@ class MedusaSpeculation(_Mapping):
     """Extra heads on the target's last hidden state (arXiv 2401.10774)."""
 
     kind: Literal["medusa"]
-    heads: Annotated[str, Field(min_length=1)]
-    """Folder with the trained heads."""
-    choices: tuple[tuple[int, ...], ...] | None = None
+    """Extra heads on the target's last hidden state (arXiv 2401.10774)."""
+    heads: Folder
+    """Trained heads: a folder (relative paths start at the recipe's folder) or a hub id."""
+    choices: TreePaths | None = None
     """Tree paths (``[0]``, ``[0, 1]`` ...); null: the default tree for the number of heads."""
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: HeadsFormat = "none"
     """The heads' own."""
 
 
@@ -217,27 +271,36 @@ class EagleSpeculation(_Mapping):
     """EAGLE-1 (static tree, arXiv 2401.15077) or EAGLE-2 (dynamic tree, arXiv 2406.16858)."""
 
     kind: Literal["eagle"]
-    heads: Annotated[str, Field(min_length=1)]
+    """EAGLE-1 (static tree, arXiv 2401.15077) or EAGLE-2 (dynamic tree, arXiv 2406.16858)."""
+    heads: Folder
+    """Trained draft head: a folder (relative paths start at the recipe's folder) or a hub id."""
     depth: Annotated[int, Field(ge=1, le=16)] = 5
-    choices: tuple[tuple[int, ...], ...] | None = None
+    """Levels of the tree: draft steps per target step."""
+    choices: TreePaths | None = None
     """Static tree; null: the dynamic tree given by ``top_k`` and ``num_draft_tokens``."""
     top_k: Annotated[int, Field(ge=1, le=32)] = 8
+    """Children tried for each node of a dynamic tree."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=255)] = 31
     """Nodes kept for verification."""
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: HeadsFormat = "none"
+    """The head's own."""
 
 
 class Eagle3Speculation(_Mapping):
-    """EAGLE-3 (arXiv 2503.01840)."""
+    """EAGLE-3: a draft head on hidden states of three layers (arXiv 2503.01840)."""
 
     kind: Literal["eagle3"]
-    heads: Annotated[str, Field(min_length=1)]
+    """EAGLE-3: a draft head on hidden states of three layers (arXiv 2503.01840)."""
+    heads: Folder
+    """Trained draft head: a folder (relative paths start at the recipe's folder) or a hub id."""
     num_draft_tokens: Annotated[int, Field(ge=1, le=255)] = 4
+    """Nodes verified per step."""
     top_k: Annotated[int, Field(ge=1, le=32)] = 1
     """1 drafts a chain; more, a tree (not on every backend)."""
     depth: Annotated[int, Field(ge=1, le=16)] | None = None
     """Depth of the tree; null: num_draft_tokens (a chain)."""
-    quantization: Literal["none", "fp8"] = "none"
+    quantization: HeadsFormat = "none"
+    """The head's own."""
 
 
 Speculation = Annotated[
@@ -259,22 +322,25 @@ class ExactAcceptance(_Mapping):
     """Draw the target's own token, keep the draft that equals it. Strict: the output law is the target's."""
 
     kind: Literal["exact"]
+    """Draw the target's own token, keep the draft that equals it. Strict: the output law is the target's."""
 
 
 class RejectionAcceptance(_Mapping):
     """Accept with probability min(1, p/q), else draw from the residual (arXiv 2211.17192). Strict."""
 
     kind: Literal["rejection"]
+    """Accept with probability min(1, p/q), else draw from the residual (arXiv 2211.17192). Strict."""
 
 
 class TypicalAcceptance(_Mapping):
     """Accept what the target finds plausible enough (Medusa, section 2.3.1). Approximate, not lossless."""
 
     kind: Literal["typical"]
+    """Accept what the target finds plausible enough (Medusa, section 2.3.1). Approximate, not lossless."""
     epsilon: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
-    """Posterior threshold."""
+    """Posterior threshold: the largest probability that acceptance may require."""
     delta: Annotated[float, Field(gt=0.0, le=1.0)] = 0.09
-    """Factor of exp(-entropy)."""
+    """Factor of exp(-entropy): the uncertain target accepts more."""
 
 
 Acceptance = Annotated[
@@ -290,12 +356,13 @@ class Limits(_Mapping):
 
     max_batch_size: Annotated[int, Field(ge=1, le=8192)] = 16
     """Sequences in flight."""
-    max_input_tokens: PositiveInt = 1024
-    max_seq_tokens: PositiveInt = 2048
+    max_input_tokens: TokenCount = 1024
+    """Longest prompt."""
+    max_seq_tokens: TokenCount = 2048
     """Prompt and answer together."""
-    max_num_tokens: PositiveInt = 512
+    max_num_tokens: TokenCount = 512
     """Rows of one forward: prefill chunks, decode and verified positions together."""
-    kv_cache_bytes: PositiveInt | None = None
+    kv_cache_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
     """Memory for the KV cache; null: enough for max_batch_size full sequences on embedded, the engine's own
     fraction of free memory on a GPU."""
 
@@ -304,20 +371,27 @@ class Parallel(_Mapping):
     """Tensor and pipeline parallel GPUs."""
 
     tp: Annotated[int, Field(ge=1, le=64)] = 1
+    """Tensor parallel: GPUs that share each layer."""
     pp: Annotated[int, Field(ge=1, le=64)] = 1
+    """Pipeline parallel: groups of layers on different GPUs; excludes drafting."""
 
 
 class Serving(_Mapping):
     """How ``trtspec serve`` listens."""
 
-    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")] = "tensorrt_llm"
-    host: str = "127.0.0.1"
+    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")] = "tensorrt_llm"
+    """Name under which the server offers the model."""
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 opens the server to the network."""
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Of the HTTP endpoint."""
     grpc_port: Annotated[int, Field(ge=1, le=65535)] = 8001
+    """Of the gRPC endpoint."""
     metrics_port: Annotated[int, Field(ge=1, le=65535)] = 8002
-    max_queue_requests: PositiveInt = 256
+    """Of the Prometheus metrics."""
+    max_queue_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Requests waiting beyond the batch before new ones are refused."""
-    default_max_tokens: PositiveInt = 64
+    default_max_tokens: TokenCount = 64
     """Used when a request does not say how many tokens it wants."""
 
 
@@ -326,30 +400,40 @@ class Gates(_Mapping):
 
     lossless: bool = True
     """Speculation changes nothing against the same weights without it (strict acceptance only)."""
-    max_perplexity_ratio: Annotated[float, Field(gt=1.0)] | None = 1.25
+    max_perplexity_ratio: Annotated[float, Field(gt=1.0, le=1e6)] | None = 1.25
     """Upper end of the interval of perplexity over that of the 16-bit baseline."""
-    min_acceptance_length: Annotated[float, Field(ge=1.0)] | None = None
+    min_acceptance_length: Annotated[float, Field(ge=1.0, le=256.0)] | None = None
     """Tokens per target step, bonus token included."""
-    min_speedup: Annotated[float, Field(gt=0.0)] | None = None
+    min_speedup: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
     """Tokens/s over the same weights without speculation: lower end of the interval."""
-    min_speedup_over_baseline: Annotated[float, Field(gt=0.0)] | None = None
+    min_speedup_over_baseline: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
     """Tokens/s over the 16-bit baseline without speculation: lower end of the interval."""
 
 
 class Recipe(_Mapping):
     """One model, one backend, one quantization, one way of drafting: what every verb reads."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], BeforeValidator(_whole_number)]
     """Version of this schema."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     """Names the folder engines/NAME."""
-    description: str = ""
+    description: Annotated[str, Field(max_length=4096)] = ""
+    """For readers; changes nothing."""
     model: Model
+    """The target checkpoint."""
     backend: Backend
+    """What runs the model."""
     quantization: Quantization = NoQuantization(kind="none")
+    """Format of the target's weights, activations and KV cache."""
     speculation: Speculation = NoSpeculation(kind="none")
+    """How draft tokens are proposed."""
     acceptance: Acceptance = ExactAcceptance(kind="exact")
+    """How drafted tokens are judged; without speculation it has no effect."""
     limits: Limits = Limits()
+    """Sizes the engine is built for."""
     parallel: Parallel = Parallel()
+    """Tensor and pipeline parallel GPUs."""
     serving: Serving = Serving()
+    """How ``trtspec serve`` listens."""
     gates: Gates = Gates()
+    """What ``trtspec verify`` must show for exit code 0; null: measured and reported, not required."""
