@@ -1,0 +1,185 @@
+"""Intervals cover what they claim to, and gates read them the only defensible way."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from trtspec.verify import stats
+from trtspec.verify.gates import Check, Verdict, exit_code, gate_verdict, gated
+
+
+def texts(rng: np.random.Generator, loss: float, num_texts: int = 40) -> list[list[float]]:
+    """Simulated log-probability losses: texts differ, tokens of one text are alike."""
+    blocks = []
+    for _ in range(num_texts):
+        length = int(rng.integers(20, 120))
+        level = rng.normal(0, 0.05)
+        blocks.append(list(loss + level + rng.normal(0, 0.4, size=length)))
+    return blocks
+
+
+def test_interval_of_the_perplexity_ratio_covers_the_truth():
+    rng = np.random.default_rng(1)
+    truth = math.exp(0.1)
+    covered = [
+        low <= truth <= high
+        for _ in range(150)
+        for _, (low, high) in [stats.mean_difference_ratio(texts(rng, 0.1))]
+    ]
+    assert 0.90 <= np.mean(covered) <= 0.99
+
+
+def test_tokens_as_blocks_would_claim_too_much():
+    """The broken variant: resampling tokens as if they were independent covers far less than 95 %."""
+    rng = np.random.default_rng(2)
+    covered = []
+    for _ in range(40):
+        tokens = [[value] for block in texts(rng, 0.0, num_texts=20) for value in block]
+        _, (low, high) = stats.mean_difference_ratio(tokens)
+        covered.append(low <= 1.0 <= high)
+    assert np.mean(covered) < 0.85
+
+
+def test_equal_models_pass_and_a_planted_loss_is_caught():
+    rng = np.random.default_rng(3)
+    same, same_interval = stats.mean_difference_ratio(texts(rng, 0.0))
+    worse, worse_interval = stats.mean_difference_ratio(texts(rng, math.log(1.4)))
+    assert gate_verdict(same_interval, 1.25, "at most") is Verdict.PASS
+    assert gate_verdict(worse_interval, 1.25, "at most") is Verdict.FAIL
+    assert same == pytest.approx(1.0, abs=0.06)
+    assert worse == pytest.approx(1.4, abs=0.1)
+
+
+def test_identical_scores_give_exactly_one():
+    ratio, interval = stats.mean_difference_ratio([[0.0] * 5, [0.0] * 7])
+    assert ratio == 1.0
+    assert interval == (1.0, 1.0)
+
+
+def test_one_block_says_nothing():
+    assert stats.mean_difference_ratio([[0.1, 0.2]])[1] == (-math.inf, math.inf)
+    assert gate_verdict((-math.inf, math.inf), 1.25, "at most") is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("trials", [1, 10, 300, 5000])
+def test_no_event_gives_the_rule_of_three(trials: int):
+    bound = stats.rate_upper_bound(0, trials)
+    assert bound == pytest.approx(1 - 0.05 ** (1 / trials), rel=1e-9)
+    if trials > 100:
+        assert bound == pytest.approx(3 / trials, rel=0.02)
+
+
+def test_upper_bound_covers():
+    rng = np.random.default_rng(4)
+    events = rng.binomial(200, 0.02, size=2000)
+    assert np.mean([stats.rate_upper_bound(int(e), 200) >= 0.02 for e in events]) >= 0.95
+
+
+def test_rate_interval_by_known_values():
+    low, high = stats.rate_interval(8, 10)  # Clopper-Pearson, textbook values
+    assert (low, high) == (pytest.approx(0.4439, abs=1e-4), pytest.approx(0.9748, abs=1e-4))
+    assert stats.rate_interval(0, 10)[0] == 0.0
+    assert stats.rate_interval(10, 10)[1] == 1.0
+    assert stats.rate_upper_bound(0, 0) == 1.0
+    with pytest.raises(ValueError):
+        stats.rate_interval(3, 2)
+
+
+def test_ratio_of_sums_weights_by_size():
+    value, (low, high) = stats.ratio_of_sums([10, 100], [10, 50])
+    assert value == pytest.approx(110 / 60)
+    assert low <= value <= high
+    assert math.isnan(stats.ratio_of_sums([0, 0], [0, 0])[0])
+
+
+def test_median_of_blocks_is_not_fooled_by_repetitions():
+    """Many repetitions of two prompts are still two prompts."""
+    _, narrow = stats.median_of_blocks([[1.0], [2.0]] * 20)
+    _, wide = stats.median_of_blocks([[1.0] * 20, [2.0] * 20])
+    assert wide == (1.0, 2.0)
+    assert narrow[1] - narrow[0] <= wide[1] - wide[0]
+
+
+def test_more_blocks_are_asked_for_when_the_gate_is_astride():
+    assert stats.blocks_needed(1.6, (1.4, 1.8), 1.5, 10) == 40
+    assert stats.blocks_needed(1.5, (1.4, 1.6), 1.5, 10) is None
+    assert stats.blocks_needed(math.nan, (-math.inf, math.inf), 1.5, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "sense", "verdict"),
+    [
+        ((1.1, 1.2), "at most", Verdict.PASS),
+        ((1.1, 1.25), "at most", Verdict.PASS),
+        ((1.2, 1.3), "at most", Verdict.INCONCLUSIVE),
+        ((1.26, 1.3), "at most", Verdict.FAIL),
+        ((1.3, 1.4), "at least", Verdict.PASS),
+        ((1.2, 1.3), "at least", Verdict.INCONCLUSIVE),
+        ((1.1, 1.2), "at least", Verdict.FAIL),
+        ((math.nan, 1.2), "at least", Verdict.ERROR),
+    ],
+)
+def test_gate_reads_the_whole_interval(interval, sense, verdict):
+    assert gate_verdict(interval, 1.25, sense) is verdict
+
+
+def check(verdict: Verdict, required: bool = True) -> Check:
+    return Check(name="x", verdict=verdict, summary="", required=required)
+
+
+@pytest.mark.parametrize(
+    ("checks", "code"),
+    [
+        ([check(Verdict.PASS)], 0),
+        ([check(Verdict.PASS), check(Verdict.FAIL, required=False)], 0),
+        ([check(Verdict.PASS), check(Verdict.SKIPPED, required=False)], 0),
+        ([check(Verdict.PASS), check(Verdict.FAIL)], 1),
+        ([check(Verdict.INCONCLUSIVE), check(Verdict.FAIL)], 1),
+        ([check(Verdict.PASS), check(Verdict.ERROR, required=False)], 1),
+        ([check(Verdict.PASS), check(Verdict.INCONCLUSIVE)], 4),
+        ([check(Verdict.PASS), check(Verdict.SKIPPED)], 4),
+        ([check(Verdict.PASS, required=False)], 4),
+        ([], 4),
+    ],
+)
+def test_exit_code(checks, code):
+    assert exit_code(checks) == code
+
+
+def test_an_undecided_gate_says_how_much_more_it_needs():
+    result = gated(
+        name="speed",
+        what="speedup",
+        measured=1.6,
+        interval=(1.4, 1.8),
+        bound=1.5,
+        sense="at least",
+        n=10,
+        n_unit="prompts",
+        how="",
+    )
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.summary == (
+        "speedup 1.600 [1.400, 1.800]; gate: at least 1.5; "
+        "10 prompts do not decide, about 40 prompts would decide"
+    )
+    assert result.required
+
+
+def test_without_a_bound_a_number_is_reported_but_not_required():
+    result = gated(
+        name="speed",
+        what="speedup",
+        measured=1.6,
+        interval=(1.4, 1.8),
+        bound=None,
+        sense="at least",
+        n=10,
+        n_unit="prompts",
+        how="",
+    )
+    assert not result.required
+    assert exit_code([result]) == 4

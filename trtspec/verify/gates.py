@@ -1,0 +1,122 @@
+"""Checks and their verdicts: what was measured, what the recipe demands, and whether it holds.
+
+The rules, in one place:
+
+* A *gate* compares an interval with a bound: all of it on the good side is PASS, all of it on the bad
+  side FAIL, astride INCONCLUSIVE.
+* ERROR means that a measurement contradicts itself, so nothing measured in that run is to be trusted.
+* A report is ok when every required check passed, there is at least one, and no check is an ERROR. A
+  required check that was skipped is not a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS
+from trtspec.verify.stats import Interval, blocks_needed
+
+
+class Verdict(str, Enum):
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+    SKIPPED = "SKIPPED"
+    ERROR = "ERROR"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question, its answer and the evidence."""
+
+    name: str
+    verdict: Verdict
+    summary: str
+    """One line for a reader: what was found, in words and numbers."""
+    required: bool
+    measured: float | None = None
+    interval: Interval | None = None
+    """95 %."""
+    bound: float | None = None
+    sense: Literal["at least", "at most"] | None = None
+    unit: str = ""
+    n: int = 0
+    n_unit: str = ""
+    how: str = ""
+    """How the number was obtained, precisely enough to obtain it again."""
+    warnings: tuple[str, ...] = ()
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:
+    """Where an interval lies relative to a bound."""
+    low, high = interval
+    if not low <= high:  # also NaN
+        return Verdict.ERROR
+    if sense == "at least":
+        return Verdict.PASS if low >= bound else Verdict.FAIL if high < bound else Verdict.INCONCLUSIVE
+    return Verdict.PASS if high <= bound else Verdict.FAIL if low > bound else Verdict.INCONCLUSIVE
+
+
+def gated(
+    *,
+    name: str,
+    what: str,
+    measured: float,
+    interval: Interval,
+    bound: float | None,
+    sense: Literal["at least", "at most"],
+    n: int,
+    n_unit: str,
+    unit: str = "",
+    how: str,
+    warnings: tuple[str, ...] = (),
+    evidence: dict[str, Any] | None = None,
+) -> Check:
+    """A check of one number against a bound of the recipe; without a bound it is reported, not required."""
+    low, high = interval
+    text = f"{what} {measured:.3f} [{low:.3f}, {high:.3f}]"
+    if bound is None:
+        verdict, summary = Verdict.PASS, f"{text}; no gate"
+    else:
+        verdict = gate_verdict(interval, bound, sense)
+        summary = f"{text}; gate: {sense} {bound:g}"
+        if verdict is Verdict.INCONCLUSIVE:
+            needed = blocks_needed(measured, interval, bound, n)
+            more = f"about {needed} {n_unit} would decide" if needed else "too close to the gate to decide"
+            summary += f"; {n} {n_unit} do not decide, {more}"
+    return Check(
+        name=name,
+        verdict=verdict,
+        summary=summary,
+        required=bound is not None,
+        measured=measured,
+        interval=interval,
+        bound=bound,
+        sense=sense,
+        unit=unit,
+        n=n,
+        n_unit=n_unit,
+        how=how,
+        warnings=warnings,
+        evidence=evidence or {},
+    )
+
+
+def all_ok(checks: Sequence[Check]) -> bool:
+    return exit_code(checks) == EXIT_PASS
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """0: ok. 1: a required check failed or any is an ERROR. 4: undecided, skipped or nothing required."""
+    if any(check.verdict is Verdict.ERROR for check in checks):
+        return EXIT_GATE_FAILED
+    required = [check.verdict for check in checks if check.required]
+    if Verdict.FAIL in required:
+        return EXIT_GATE_FAILED
+    if required and all(verdict is Verdict.PASS for verdict in required):
+        return EXIT_PASS
+    return EXIT_INCONCLUSIVE
