@@ -1,0 +1,421 @@
+"""Text to token ids and back: the tokenizer of a model folder, its chat template, streaming decoding.
+
+Reads what Hugging Face folders hold (``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``,
+``generation_config.json``, ``config.json``) with the ``tokenizers`` library and Jinja, without transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import InputError, MissingError, Problem
+
+_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """The tokenizer of one model folder.
+
+    ``digest`` is the SHA-256 of tokenizer.json: folders with the same digest share token ids.
+    ``eos_token_ids`` are those of generation_config.json, else of config.json, and the tokenizer's own
+    EOS token: some instruct models end a turn with a token that only one of the files names.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        digest: str,
+        eos_token_ids: frozenset[int],
+        special_tokens: Mapping[str, Any],
+        chat_template: str | None,
+        folder: Path,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens)
+        self._chat_template = chat_template
+        self._compiled: Any = None
+        self._folder = folder
+        self.digest = digest
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of ``folder``. Raises InputError with every problem found, MissingError without
+        the ``tokenizers`` package."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise MissingError("package tokenizers is missing; pip install 'trtspec[embedded]'") from None
+        path = folder / "tokenizer.json"
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            raise InputError(
+                Problem("not found; export the model with a fast tokenizer (tokenizer.json)", file=str(path))
+            ) from None
+        problems: list[Problem] = []
+        tokenizer = None
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            problems.append(Problem(f"not a tokenizer: {_first_line(error)}", file=str(path)))
+        config = _read_mapping(folder / "tokenizer_config.json", problems)
+        special = _special_tokens(config, folder / "tokenizer_config.json", problems)
+        template = _chat_template(folder, config, problems)
+        if tokenizer is not None:
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            eos = _eos_token_ids(folder, tokenizer, special.get("eos_token"), problems)
+        if problems or tokenizer is None:
+            raise InputError(problems)
+        return cls(
+            tokenizer,
+            digest=hashlib.sha256(raw).hexdigest(),
+            eos_token_ids=eos,
+            special_tokens=special,
+            chat_template=template,
+            folder=folder,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one.
+
+        A text that already begins with the BOS token (a rendered chat template) gets no second one.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        bos = self._special_tokens.get("bos_token")
+        if isinstance(bos, str) and bos and text.startswith(bos):
+            bos_id = self._tokenizer.token_to_id(bos)
+            if len(ids) > 1 and ids[0] == ids[1] == bos_id:
+                return ids[1:]
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation that the model is to continue; see :meth:`render_chat`."""
+        ids: list[int] = self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation as text, ending where the assistant's next answer begins.
+
+        ``messages`` are ``{"role": ..., "content": ...}``. Raises InputError without a chat template, or
+        with the template's own complaint.
+        """
+        if self._chat_template is None:
+            raise InputError(
+                Problem(
+                    "no chat template; send plain text (--raw) or add chat_template.jinja", str(self._folder)
+                )
+            )
+        import jinja2
+
+        if self._compiled is None:
+            try:
+                self._compiled = _jinja_environment().from_string(self._chat_template)
+            except jinja2.TemplateError as error:
+                raise self._template_problem(error) from None
+        try:
+            text: str = self._compiled.render(
+                **{
+                    **self._special_tokens,
+                    "messages": [dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise self._template_problem(error) from None
+        return text
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``tokens``; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A new streaming decoder (special tokens skipped)."""
+        return Detokenizer(self._tokenizer)
+
+    def _template_problem(self, error: Exception) -> InputError:
+        return InputError(Problem(f"chat template: {_first_line(error)}", str(self._folder)))
+
+
+class Detokenizer:
+    """Decodes one growing token sequence; special tokens are skipped.
+
+    The law: what all :meth:`push` calls and the final :meth:`flush` return, concatenated, is
+    ``decode(all tokens)``, and text once returned never changes. So text is held back
+
+    * while it ends in U+FFFD: a character whose bytes are spread over tokens (byte-level BPE);
+    * while the last token is a ``<0xE4>`` byte token (byte fallback): the decoder turns a whole run of
+      them into U+FFFD when any byte in it is wrong, so even finished characters of a run can change;
+    * to the end, for decoders that are neither (WordPiece tidies up text that is long past).
+
+    Each push decodes only a short window. It starts at an earlier place where text was released, because
+    a decoder treats the first token differently (it drops a leading space).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._start = 0
+        """Where the window starts: a place where text was released before, or 0."""
+        self._released = 0
+        """Tokens whose text was returned."""
+        self._before = ""
+        """Text of the window's tokens before ``_released``."""
+        self._can_stream, byte_fallback = _decoder_kind(tokenizer)
+        self._byte_tokens = _byte_tokens(tokenizer) if byte_fallback else frozenset()
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Append ``tokens``; return the text that became final."""
+        self._tokens.extend(tokens)
+        if not self._can_stream or len(self._tokens) == self._released:
+            return ""
+        window = self._decode(self._start)
+        if window.endswith(_UNFINISHED) or self._ends_in_byte_token():
+            return ""
+        return self._release(window)
+
+    def flush(self) -> str:
+        """What was held back; nothing may be pushed after it."""
+        return self._release(self._decode(self._start))
+
+    def _release(self, window: str) -> str:
+        text = window[len(self._before) :]
+        newest = self._decode(self._released)
+        # A window must begin with some text: a decoder treats the first character differently.
+        if newest:
+            self._start, self._before = self._released, newest
+        else:
+            self._before = window
+        self._released = len(self._tokens)
+        return text
+
+    def _decode(self, start: int) -> str:
+        text: str = self._tokenizer.decode(self._tokens[start:], skip_special_tokens=True)
+        return text
+
+    def _ends_in_byte_token(self) -> bool:
+        if not self._byte_tokens:
+            return False
+        for token in reversed(self._tokens):
+            # Special tokens, and ids that only the padded vocabulary of the model has, leave no text.
+            if token not in self._special and self._tokenizer.id_to_token(token) is not None:
+                return token in self._byte_tokens
+        return False
+
+
+class StopStrings:
+    """Cuts a text at the first stop string, whatever pieces it arrives in.
+
+    The first is the one that is complete first; of two that end together, the longer. ``matched`` is that
+    string once it was found. Text that may be the start of a stop string is held back.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise InputError("an empty stop string would stop before the first character; leave it out")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Append ``text``; return what can be shown. After a match, nothing more."""
+        if self.matched is not None:
+            return ""
+        held = self._held + text
+        found = [(held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in held]
+        if found:
+            end, _, stop = min(found)
+            self.matched = stop
+            self._held = ""
+            return held[: end - len(stop)]
+        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def flush(self) -> str:
+        """The text held back, now that no more comes."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+# --------------------------------------------------------------------------- reading the folder
+
+
+def _read_mapping(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(Problem(f"not readable as JSON: {_first_line(error)}", file=str(path)))
+        return {}
+    if not isinstance(value, dict):
+        problems.append(Problem("must hold a JSON object", file=str(path)))
+        return {}
+    return value
+
+
+def _special_tokens(config: Mapping[str, Any], path: Path, problems: list[Problem]) -> dict[str, Any]:
+    """``bos_token`` and so on as a chat template sees them: strings, also when written as objects."""
+    special: dict[str, Any] = {}
+    for name in _SPECIAL_NAMES:
+        key = f"{name}_token"
+        value = config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            special[key] = value
+        elif value is not None:
+            problems.append(Problem(f"{value!r} is neither a string nor an object", file=str(path), key=key))
+    extra = config.get("additional_special_tokens", config.get("extra_special_tokens"))
+    if isinstance(extra, list):
+        contents = [token.get("content") if isinstance(token, dict) else token for token in extra]
+        special["additional_special_tokens"] = [token for token in contents if isinstance(token, str)]
+    if isinstance(extra, dict):
+        special.update({name: token for name, token in extra.items() if isinstance(token, str)})
+    return special
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any], problems: list[Problem]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            problems.append(Problem(f"not readable: {_first_line(error)}", file=str(path)))
+            return None
+    value = config.get("chat_template")
+    if value is None or isinstance(value, str):
+        return value
+    where = str(folder / "tokenizer_config.json")
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        named = {item.get("name"): item.get("template") for item in value}
+        default = named.get("default")
+        if isinstance(default, str):
+            return default
+        names = ", ".join(map(str, named))
+        problems.append(Problem(f"no template named default (found: {names})", where, key="chat_template"))
+        return None
+    problems.append(Problem("must be a string or a list of named templates", where, key="chat_template"))
+    return None
+
+
+def _eos_token_ids(
+    folder: Path, tokenizer: Any, eos_token: str | None, problems: list[Problem]
+) -> frozenset[int]:
+    found: set[int] = set()
+    if eos_token is not None:
+        token_id = tokenizer.token_to_id(eos_token)
+        if token_id is None:
+            where = str(folder / "tokenizer_config.json")
+            problems.append(Problem(f"{eos_token!r} is not in the vocabulary", where, key="eos_token"))
+        else:
+            found.add(token_id)
+    for name in ("generation_config.json", "config.json"):
+        value = _read_mapping(folder / name, problems).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            where = str(folder / name)
+            problems.append(Problem(f"{value!r}: not a token id", where, key="eos_token_id"))
+            continue
+        found.update(ids)
+        break
+    return frozenset(found)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+# --------------------------------------------------------------------------- decoders
+
+
+def _decoder_kind(tokenizer: Any) -> tuple[bool, bool]:
+    """(whether text can be released early, whether byte fallback can rewrite a run of byte tokens)."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder")
+    if decoder is None:
+        return True, False
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {step["type"] for step in steps}
+    strips_the_end = any(step["type"] == "Strip" and step.get("stop", 0) for step in steps)
+    known = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    return kinds <= known and not strips_the_end, "ByteFallback" in kinds
+
+
+def _byte_tokens(tokenizer: Any) -> frozenset[int]:
+    ids = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+# --------------------------------------------------------------------------- chat templates
+
+
+def _jinja_environment() -> Any:
+    """Jinja as chat templates expect it: the environment that transformers renders them in."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class GenerationBlock(jinja2.ext.Extension):
+        """``{% generation %} ... {% endgeneration %}`` marks the assistant's text for training; only the
+        text matters here."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes <, > and & for HTML.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
