@@ -27,7 +27,8 @@ TRAINING = [
 ]
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
-    "+ '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "+ '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 
@@ -315,7 +316,7 @@ TEMPLATES = {
     "chatml": CHATML,
     "blocks": "{% for m in messages %}\n"
     "  {% if m.role == 'system' %}\n  [{{ m.content }}]\n  {% endif %}\n{% endfor %}\nx",
-    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
     "special tokens": "{{ bos_token }}|{{ eos_token }}|{{ messages[0]['content'] | trim }}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
