@@ -151,27 +151,24 @@ def _largest(values: Tensor, count: int) -> Tensor:
     return kept
 
 
-_FIRST_LOOK = 128
-
-
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Indices, ascending, of the shortest run of the most likely that has mass ``top_p`` or more.
 
-    Never empty. Looks at the 128 most likely first and at eight times as many each time that they do
-    not suffice, because sorting a whole vocabulary costs more than everything else here.
+    ``probs [n] float64`` sums to 1; never empty. Lowers a threshold by factors of four until the tokens
+    above it have the mass, then ranks only those between the last two thresholds: sorting the whole
+    vocabulary would cost more than everything else here.
     """
-    count = _FIRST_LOOK
+    above, mass = float("inf"), 0.0
+    threshold = float(probs.max()) / 4
     while True:
-        if count < len(probs):
-            least = torch.topk(probs, count, sorted=False).values.min()
-            # All that equal the least: then these are the first ranks of the full order, ties and all.
-            ids = (probs >= least).nonzero().squeeze(1)
-        else:
-            ids = torch.arange(len(probs), device=probs.device)
-        ranked, order = torch.sort(probs[ids], descending=True, stable=True)
-        reached = torch.cumsum(ranked, 0) >= top_p
-        if bool(reached.any()) or count >= len(probs):
+        found = float(torch.nn.functional.threshold(probs, threshold, 0.0).sum())
+        if found >= top_p or threshold < 0.0:
             break
-        count *= 8
-    size = int(reached.to(torch.uint8).argmax()) + 1 if bool(reached.any()) else len(ids)
-    return ids[order[:size]].sort().values
+        above, mass = threshold, found
+        threshold = threshold / 4 if threshold > 1e-290 else -1.0
+    kept = probs > above
+    ids = ((probs > threshold) & ~kept).nonzero().squeeze(1)
+    ranked, order = torch.sort(probs[ids], descending=True, stable=True)
+    short = int((mass + torch.cumsum(ranked, 0) < top_p).sum())
+    kept[ids[order[: short + 1]]] = True
+    return kept.nonzero().squeeze(1)
