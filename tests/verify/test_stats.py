@@ -11,12 +11,14 @@ from trtspec.verify import stats
 from trtspec.verify.gates import Check, Verdict, exit_code, gate_verdict, gated
 
 
-def texts(rng: np.random.Generator, loss: float, num_texts: int = 40) -> list[list[float]]:
+def texts(
+    rng: np.random.Generator, loss: float, num_texts: int = 40, spread: float = 0.05
+) -> list[list[float]]:
     """Simulated log-probability losses: texts differ, tokens of one text are alike."""
     blocks = []
     for _ in range(num_texts):
         length = int(rng.integers(20, 120))
-        level = rng.normal(0, 0.05)
+        level = rng.normal(0, spread)
         blocks.append(list(loss + level + rng.normal(0, 0.4, size=length)))
     return blocks
 
@@ -37,10 +39,10 @@ def test_tokens_as_blocks_would_claim_too_much():
     rng = np.random.default_rng(2)
     covered = []
     for _ in range(40):
-        tokens = [[value] for block in texts(rng, 0.0, num_texts=20) for value in block]
+        tokens = [[value] for block in texts(rng, 0.0, num_texts=20, spread=0.2) for value in block]
         _, (low, high) = stats.mean_difference_ratio(tokens)
         covered.append(low <= 1.0 <= high)
-    assert np.mean(covered) < 0.85
+    assert np.mean(covered) < 0.7
 
 
 def test_equal_models_pass_and_a_planted_loss_is_caught():

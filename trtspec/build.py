@@ -1,0 +1,405 @@
+"""From recipe to engine: run the planned steps, seal the folder, swap it in.
+
+The work is done in ``engines/.NAME.building`` under a lock. A finished step leaves a record of the digest
+of its inputs there, written last, so that a build that was killed goes on where it stopped and a step
+whose inputs changed is done again. ``engines/NAME`` is replaced only by a sealed engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from trtspec import artifact, process
+from trtspec.artifact import BASELINE_DIR, MANIFEST_FILE, RECIPE_FILE, TARGET_DIR, Manifest, StepRecord
+from trtspec.errors import InputError, MissingError, Problem
+from trtspec.modelspec import check_weight_files, read_modelspec
+from trtspec.plan import ENGINES_DIR, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
+from trtspec.recipe_file import recipe_digest
+
+_LOG_FILE = ".build.log"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+OnProgress = Callable[[process.Progress], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build came to."""
+
+    folder: Path
+    manifest: Manifest
+    up_to_date: bool
+    """Nothing had to be done."""
+    reused: tuple[str, ...]
+    """Steps whose output came from an earlier build."""
+    seconds: float
+
+
+def build(
+    recipe_path: Path,
+    engines_dir: Path = ENGINES_DIR,
+    *,
+    force: bool = False,
+    check: bool = False,
+    say: Say = lambda line: None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Built:
+    """Make ``engines_dir/NAME`` the sealed engine of the recipe; do only what its inputs ask for.
+
+    ``force``: do every step again. ``check``: read all files of an existing engine to see whether they are
+    still what was sealed, instead of trusting names and sizes. ``say`` gets lines about what was found
+    and is done, ``on_progress`` the progress of the running step.
+
+    Raises InputError, MissingError (no space, no permission, a tool that is not installed) or
+    process.ChildFailed; ``engines_dir/NAME`` is then what it was before.
+    """
+    began = time.monotonic()
+    plan = make_plan(recipe_path, engines_dir, say=say)
+    with _explained(plan):
+        engines_dir.mkdir(parents=True, exist_ok=True)
+        with _only_builder(plan, say):
+            _recover(plan, say)
+            _refuse_foreign(plan.folder)
+            previous = None if force else _previous(plan, check, say)
+            if previous is not None and _is_current(plan, previous):
+                return Built(plan.folder, previous, True, (), time.monotonic() - began)
+            if force and plan.work.exists():
+                shutil.rmtree(plan.work)
+            records, known = _run_steps(plan, previous, say, on_progress)
+            manifest = _seal(plan, records, known)
+            _swap_in(plan)
+    reused = tuple(record.name for record in records if record.reused)
+    return Built(plan.folder, manifest, False, reused, time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _explained(plan: Plan) -> Iterator[None]:
+    """Turn what the disk refuses into one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or plan.work
+        if error.errno in _NO_SPACE:
+            raise MissingError(_no_space_message(plan)) from None
+        if error.errno in _NO_PERMISSION:
+            message = f"{where}: {error.strerror}; give permission, or choose another --engines-dir"
+            raise MissingError(message) from None
+        raise
+    except process.ChildFailed as error:
+        if any(os.strerror(errno.ENOSPC) in line for line in error.tail):
+            raise MissingError(_no_space_message(plan)) from None
+        raise
+
+
+def _no_space_message(plan: Plan) -> str:
+    engines_dir = plan.folder.parent
+    size = sum(file.size for file in plan.source.files.values())
+    free = shutil.disk_usage(engines_dir).free if engines_dir.is_dir() else 0
+    return (
+        f"{engines_dir}: no space left on the disk ({free / 1e6:,.0f} MB free; this build wants up to "
+        f"{2 * size / 1e6:,.0f} MB); free some, or choose another --engines-dir, and run the build again"
+    )
+
+
+@contextlib.contextmanager
+def _only_builder(plan: Plan, say: Say) -> Iterator[None]:
+    """Hold the lock of one engine name; it vanishes with this process, however that ends."""
+    path = plan.folder.parent / f".{plan.recipe.name}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            say(f"another build of {plan.recipe.name} is running (process {holder}); waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _old(plan: Plan) -> Path:
+    return plan.folder.with_name(f".{plan.recipe.name}.old")
+
+
+def _recover(plan: Plan, say: Say) -> None:
+    """Finish or undo a swap that was interrupted between its two renames."""
+    old = _old(plan)
+    if not old.exists():
+        return
+    if plan.folder.exists():
+        shutil.rmtree(old)
+    else:
+        say(f"found an interrupted swap: putting {plan.folder} back")
+        old.rename(plan.folder)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Never delete a folder that no build made."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(Problem("exists and is not a folder; move it away", file=str(folder)))
+    ours = any((folder / name).is_file() for name in (RECIPE_FILE, MANIFEST_FILE))
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
+        raise InputError(Problem("exists and is not an engine; move it away", file=str(folder)))
+
+
+def _previous(plan: Plan, check: bool, say: Say) -> Manifest | None:
+    """The manifest of the engine that is there, if it is whole; says why when it is not."""
+    if not plan.folder.is_dir() or not any(plan.folder.iterdir()):
+        return None
+    try:
+        manifest = artifact.read_manifest(plan.folder)
+        problems = artifact.file_problems(plan.folder, manifest, check_hashes=check)
+        if problems:
+            raise InputError(problems)
+    except InputError as error:
+        first, more = error.problems[0], len(error.problems) - 1
+        others = f" (and {more} more)" if more else ""
+        say(
+            f"the engine that is there cannot be re-used: {first.file}: {first.message.split(';')[0]}{others}"
+        )
+        return None
+    return manifest
+
+
+def _is_current(plan: Plan, manifest: Manifest) -> bool:
+    recorded = {step.name: step.digest for step in manifest.steps}
+    planned = {step.name: step.digest for step in plan.steps}
+    sealed = manifest.files.get(RECIPE_FILE)
+    recipe_sha256 = hashlib.sha256(plan.recipe_bytes).hexdigest()
+    return recorded == planned and sealed is not None and sealed.sha256 == recipe_sha256
+
+
+def _run_steps(
+    plan: Plan, previous: Manifest | None, say: Say, on_progress: OnProgress
+) -> tuple[list[StepRecord], dict[Path, str]]:
+    """Do, or take over, every step; returns their records and the file hashes known by then."""
+    interrupted = plan.work.exists()
+    (plan.work / STEPS_DIR).mkdir(parents=True, exist_ok=True)
+    (plan.work / MANIFEST_FILE).unlink(missing_ok=True)
+    artifact.write_atomic(
+        plan.work / STEPS_DIR / SOURCE_RECORD, plan.source.model_dump_json(by_alias=True).encode()
+    )
+    known = {plan.work / BASELINE_DIR / name: record.sha256 for name, record in plan.source.files.items()}
+    records = []
+    for step in plan.steps:
+        record = None
+        if step.output is not None:
+            if interrupted:
+                record = _finished_before(plan, step, say)
+            if record is None and previous is not None and not _is_cheap(plan, step):
+                record = _taken_over(plan, step, previous, known, say)
+        if record is None:
+            say(f"{step.name}: {step.what}")
+            record = _do(plan, step, on_progress)
+        records.append(record)
+    wanted = {step.output for step in plan.steps}
+    for name in (BASELINE_DIR, TARGET_DIR):
+        if plan.work / name not in wanted and (plan.work / name).exists():
+            shutil.rmtree(plan.work / name)
+    return records, known
+
+
+def _finished_before(plan: Plan, step: Step, say: Say) -> StepRecord | None:
+    """The record of a step that an interrupted build finished on the same inputs."""
+    path = plan.work / STEPS_DIR / f"{step.name}.json"
+    assert step.output is not None
+    try:
+        value = json.loads(path.read_bytes())
+        record = StepRecord.model_validate(value["record"])
+        sizes: dict[str, int] = value["sizes"]
+    except FileNotFoundError:
+        say(f"found an interrupted build: step {step.name} was not finished, starting it again")
+        return None
+    except (ValueError, KeyError, TypeError):
+        say(f"found an interrupted build: the record of step {step.name} is damaged, starting it again")
+        return None
+    if record.digest != step.digest:
+        say(f"found an interrupted build: the inputs of step {step.name} changed, starting it again")
+        return None
+    if sizes != _sizes(step.output):
+        say(f"found an interrupted build: the output of step {step.name} is not whole, starting it again")
+        return None
+    say(f"found an interrupted build: re-using its finished step {step.name}")
+    return record.model_copy(update={"reused": True})
+
+
+def _is_cheap(plan: Plan, step: Step) -> bool:
+    """Importing by hard link costs less than checking what is there."""
+    return step.name == "import" and plan.source_dir.stat().st_dev == plan.work.stat().st_dev
+
+
+def _taken_over(
+    plan: Plan, step: Step, previous: Manifest, known: dict[Path, str], say: Say
+) -> StepRecord | None:
+    """Hard link a step's output from the engine that is there, when its inputs are the same."""
+    assert step.output is not None
+    record = next((record for record in previous.steps if record.name == step.name), None)
+    if record is None or record.digest != step.digest:
+        return None
+    prefix = f"{step.output.name}/"
+    names = [name for name in previous.files if name.startswith(prefix)]
+    hashes: dict[Path, str] = {}
+    for name in names:
+        # Content, not only size: a bit that rotted would be sealed as if it had been built.
+        if artifact.file_sha256(plan.folder / name) != previous.files[name].sha256:
+            say(f"{plan.folder / name} changed since it was sealed; doing step {step.name} again")
+            return None
+        hashes[plan.work / name] = previous.files[name].sha256
+    _remove_output(step.output)
+    for name in names:
+        (plan.work / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(plan.folder / name, plan.work / name)
+    known.update(hashes)
+    record = record.model_copy(update={"reused": True})
+    _record_step(plan, step, record)
+    say(f"{step.name}: re-using the output of the engine that is there (same inputs)")
+    return record
+
+
+def _do(plan: Plan, step: Step, on_progress: OnProgress) -> StepRecord:
+    began = time.monotonic()
+    if step.output is not None:
+        _remove_output(step.output)
+    match step.name:
+        case "import":
+            assert step.output is not None
+            _import(plan, step.output)
+        case "quantize":
+            _run_child(plan, step, on_progress)
+        case "check":
+            _check_target(plan)
+        case _:
+            raise ValueError(step.name)
+    record = StepRecord(
+        name=step.name,
+        argv=step.argv,
+        digest=step.digest,
+        seconds=round(time.monotonic() - began, 3),
+    )
+    if step.output is not None:
+        _record_step(plan, step, record)
+    return record
+
+
+def _remove_output(output: Path) -> None:
+    for path in (output, *output.parent.glob(f"{output.name}.partial*")):
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def _record_step(plan: Plan, step: Step, record: StepRecord) -> None:
+    """Last of a step: its output is durable before the record that says so exists."""
+    assert step.output is not None
+    artifact.sync_files(step.output)
+    artifact.sync_folder(plan.work)
+    content = {"record": record.model_dump(mode="json"), "sizes": _sizes(step.output)}
+    artifact.write_atomic(plan.work / STEPS_DIR / f"{step.name}.json", json.dumps(content).encode())
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size for path in artifact.sealed_files(folder)
+    }
+
+
+def _import(plan: Plan, output: Path) -> None:
+    output.mkdir(parents=True)
+    for name in plan.source.files:
+        link_or_copy(plan.source_dir / name, output / name)
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Hard link where the file system allows it (no space, no time), else copy. Symbolic links are
+    followed: an engine must not point out of itself."""
+    real = source.resolve()
+    try:
+        os.link(real, destination)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise
+        shutil.copy2(real, destination)
+
+
+def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
+    def on_line(line: str) -> None:
+        progress = process.parse_progress(line)
+        if progress is not None:
+            on_progress(progress)
+
+    # Two spinning OpenMP threads on a shared machine can be 15 times slower than two that wait.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    process.run(step.argv, env=environment, log=plan.work / _LOG_FILE, on_line=on_line)
+
+
+def _check_target(plan: Plan) -> None:
+    """What quantizing must not change, compared with the source; InputError with all differences."""
+    folder = plan.work / plan.target
+    problems = list(check_weight_files(folder))
+    source, target = read_modelspec(plan.source_dir), read_modelspec(folder)
+    kept = replace(target, quant=source.quant, dtype=source.dtype)
+    for name in (field.name for field in fields(source)):
+        before, after = getattr(source, name), getattr(kept, name)
+        if before != after:
+            message = f"{name}: {after!r} where the source has {before!r}; quantizing must not change it"
+            problems.append(Problem(message, file=str(folder / "config.json")))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if name in plan.source.files and not (folder / name).is_file():
+            problems.append(Problem("missing after quantizing", file=str(folder / name)))
+    if problems:
+        raise InputError(problems)
+
+
+def _seal(plan: Plan, records: list[StepRecord], known: dict[Path, str]) -> Manifest:
+    (plan.work / RECIPE_FILE).write_bytes(plan.recipe_bytes)
+    manifest = Manifest(
+        name=plan.recipe.name,
+        created=artifact.utc_now(),
+        recipe_digest=recipe_digest(plan.recipe),
+        source=plan.source,
+        calibration_digest=plan.calibration_digest,
+        target="target" if plan.target == TARGET_DIR else "baseline",
+        tools=dict(plan.tools),
+        machine=artifact.machine_summary(),
+        steps=tuple(records),
+    )
+    return artifact.seal(plan.work, manifest, known)
+
+
+def _swap_in(plan: Plan) -> None:
+    """Put the sealed folder in place; a reader sees the old engine or the new one."""
+    old = _old(plan)
+    if plan.folder.exists():
+        _keep_notes(plan.folder, plan.work)
+        plan.folder.rename(old)
+    plan.work.rename(plan.folder)
+    artifact.sync_folder(plan.folder.parent)
+    if old.exists():
+        shutil.rmtree(old)
+    shutil.rmtree(plan.folder / STEPS_DIR)
+
+
+def _keep_notes(old: Path, new: Path) -> None:
+    """Carry over files that somebody put beside the sealed ones (reports, notes): not ours to delete."""
+    try:
+        sealed = set(artifact.read_manifest(old).files)
+    except InputError:
+        return
+    for path in artifact.sealed_files(old):
+        name = path.relative_to(old)
+        if name.as_posix() not in sealed and name.parts[0] not in (BASELINE_DIR, TARGET_DIR):
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path, new / name)
