@@ -19,6 +19,10 @@ from pydantic_core import PydanticCustomError
 
 SCHEMA_VERSION = 1
 
+NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+MODEL_NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$"
+HOST_PATTERN = r"^[A-Za-z0-9.:_-]{1,253}$"
+
 WeightFormat = Literal["none", "fp8", "w4a16_awq", "w4a8_awq", "w8a8_sq", "nvfp4"]
 KvFormat = Literal["none", "fp8", "int8", "nvfp4"]
 HeadsFormat = Literal["none", "fp8"]
@@ -343,9 +347,7 @@ class TypicalAcceptance(_Mapping):
     """Factor of exp(-entropy): the uncertain target accepts more."""
 
 
-Acceptance = Annotated[
-    ExactAcceptance | RejectionAcceptance | TypicalAcceptance, Field(discriminator="kind")
-]
+Acceptance = Annotated[ExactAcceptance | RejectionAcceptance | TypicalAcceptance, Field(discriminator="kind")]
 
 
 # --------------------------------------------------------------------------- the rest
@@ -379,9 +381,9 @@ class Parallel(_Mapping):
 class Serving(_Mapping):
     """How ``trtspec serve`` listens."""
 
-    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")] = "tensorrt_llm"
+    model_name: Annotated[str, Field(pattern=MODEL_NAME_PATTERN)] = "tensorrt_llm"
     """Name under which the server offers the model."""
-    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]{1,253}$")] = "127.0.0.1"
+    host: Annotated[str, Field(pattern=HOST_PATTERN)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 opens the server to the network."""
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Of the HTTP endpoint."""
@@ -415,7 +417,7 @@ class Recipe(_Mapping):
 
     version: Annotated[Literal[1], BeforeValidator(_whole_number)]
     """Version of this schema."""
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     """Names the folder engines/NAME."""
     description: Annotated[str, Field(max_length=4096)] = ""
     """For readers; changes nothing."""

@@ -1,0 +1,6 @@
+"""placeholder"""
+
+from __future__ import annotations
+from typing import Any
+
+RULES: dict[str, Any] = {}
