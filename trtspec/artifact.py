@@ -359,7 +359,9 @@ def file_problems(
 
     for name, record in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if os.path.isabs(name) or ".." in name.split("/"):
+            report(name, "the manifest names a file outside the engine")
+        elif not path.is_file():
             report(name, "missing from the sealed engine")
         elif (size := path.stat().st_size) != record.size:
             report(name, f"changed since the engine was sealed ({size:,} bytes, sealed {record.size:,})")

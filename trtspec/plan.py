@@ -19,7 +19,7 @@ from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.modelspec import check_weight_files, read_modelspec, resolve_model
 from trtspec.recipe import EmbeddedBackend, NoQuantization, Quantization, Recipe
-from trtspec.recipe_file import load_recipe
+from trtspec.recipe_file import load_recipe, parse_recipe
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
@@ -198,7 +198,9 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     Source files whose size, time and inode equal those of the engine built before are not read again.
     Raises InputError for a recipe or checkpoint that cannot be built, MissingError for what is not here.
     """
-    recipe = load_recipe(recipe_path)
+    load_recipe(recipe_path)  # its errors are the good ones; what counts is the bytes that are sealed
+    recipe_bytes = recipe_path.read_bytes()
+    recipe = parse_recipe(recipe_bytes, str(recipe_path))
     refuse_unsupported(recipe, str(recipe_path))
     base = recipe_path.resolve().parent
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
@@ -233,7 +235,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     )
     return Plan(
         recipe=recipe,
-        recipe_bytes=recipe_path.read_bytes(),
+        recipe_bytes=recipe_bytes,
         source_dir=source_dir,
         source=source,
         calibration_digest=calibration_digest,
