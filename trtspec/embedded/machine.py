@@ -1,0 +1,89 @@
+"""What this machine offers an engine: device, threads, memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from trtspec.errors import InputError, MissingError, Problem
+from trtspec.recipe import Limits
+
+
+def torch_device(name: str) -> torch.device:
+    """``cpu`` or ``cuda``; MissingError if torch sees no GPU."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise MissingError(
+            "backend.device: cuda: torch sees no GPU on this machine; use a GPU machine with a CUDA build of "
+            "torch, or set device: cpu"
+        )
+    return torch.device(name)
+
+
+def default_threads() -> int:
+    """OMP_NUM_THREADS if the launcher set it, else one per core that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_kv_pages(limits: Limits, page_tokens: int, page_bytes: int) -> int:
+    """Pages of the KV cache: what ``limits.kv_cache_bytes`` holds, or max_batch_size full sequences.
+
+    Raises InputError if not even one page of ``page_bytes`` fits.
+    """
+    if limits.kv_cache_bytes is None:
+        return limits.max_batch_size * -(-limits.max_seq_tokens // page_tokens)
+    num_pages = limits.kv_cache_bytes // page_bytes
+    if num_pages < 1:
+        raise InputError(
+            Problem(
+                f"{limits.kv_cache_bytes} bytes do not hold one page: {page_tokens} tokens take {page_bytes} "
+                "bytes; raise it or lower backend.page_tokens",
+                key="limits.kv_cache_bytes",
+            )
+        )
+    return num_pages
+
+
+def estimated_weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """About what the weights will take: the files, twice or four times that for 32 or 64 bit."""
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return stored * max(1, dtype.itemsize // 2)
+
+
+def check_memory(num_kv_bytes: int, num_weight_bytes: int, limits: Limits, device: torch.device) -> None:
+    """Raise MissingError, saying what to lower, if cache and weights exceed what is available."""
+    available = available_bytes(device)
+    if available is None or num_kv_bytes + num_weight_bytes <= available:
+        return
+    remedy = (
+        "lower limits.max_batch_size or limits.max_seq_tokens, or set limits.kv_cache_bytes"
+        if limits.kv_cache_bytes is None
+        else "lower limits.kv_cache_bytes"
+    )
+    raise MissingError(
+        f"the KV cache needs {num_kv_bytes} bytes and the weights about {num_weight_bytes}, but {device} has "
+        f"{available} available; {remedy}"
+    )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can be had now, in bytes; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    try:  # a container may be allowed less
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(available, limit - used + int(stat["file"]))
+    except (OSError, ValueError, KeyError):
+        return available
