@@ -1,10 +1,10 @@
 """Read, check, digest and write recipe files.
 
-:func:`load_recipe` returns a valid :class:`~trtspec.recipe.Recipe` or raises InputError with every problem of
-the file, each with line and dotted key. :func:`lint` returns problems and warnings instead. Three layers
-contribute: the YAML reader (:mod:`trtspec.recipe_yaml`), the schema (:mod:`trtspec.recipe`; its errors are put
-into the field's terms here) and the rules that span keys (:mod:`trtspec.recipe_rules`). The rules run even
-when the schema complains, except those that look at a section with an error.
+:func:`load_recipe` returns a valid :class:`~trtspec.recipe.Recipe` or raises InputError with every problem
+of the file, each with line and dotted key. :func:`lint` returns problems and warnings instead. Three layers
+contribute: the YAML reader (:mod:`trtspec.recipe_yaml`), the schema (:mod:`trtspec.recipe`; its errors are
+put into the field's terms here) and the rules that span keys (:mod:`trtspec.recipe_rules`). The rules run
+even when the schema complains, except those that look at a section with an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from trtspec.errors import InputError, Problem
 from trtspec.recipe import HOST_PATTERN, MODEL_NAME_PATTERN, NAME_PATTERN, Recipe
 from trtspec.recipe_rules import RULES
 from trtspec.recipe_yaml import (
-    REFUSED,
     Document,
     Path,
     describe_character,

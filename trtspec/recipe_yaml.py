@@ -230,7 +230,7 @@ class _Reader:
     def next(self) -> yaml.Event:
         event = next(self.events)
         self.num_events += 1
-        self.line = event.start_mark.line + 1
+        self.line = event.start_mark.line + 1  # type: ignore[union-attr]  # its parser always sets marks
         if self.num_events > MAX_EVENTS:
             self.note(f"more than {MAX_EVENTS} values; a recipe has about a hundred; is this a recipe?")
             raise _Stop
@@ -258,10 +258,12 @@ class _Reader:
             raise _Stop
         if isinstance(event, yaml.AliasEvent):
             self.note(
-                f"alias *{visible(event.anchor)}; recipes are flat on purpose; write the value out", path
+                f"alias *{visible(str(event.anchor))}; recipes are flat on purpose; write the value out", path
             )
             self.document.noted.add(path)
             return REFUSED
+        if not isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            raise ValueError(f"unexpected {event}")
         if event.anchor is not None:
             self.note(f"anchor &{visible(event.anchor)}; recipes are flat on purpose; remove it", path)
         if event.tag is not None:

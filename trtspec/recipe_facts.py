@@ -1,0 +1,116 @@
+"""What each backend can run and how large a draft is: facts that the recipe rules and the builders share.
+
+They hold for the TensorRT-LLM versions that a recipe can name: engines 0.17 to 1.2.1, the LLM API 1.0 to 1.4.
+"""
+
+from __future__ import annotations
+
+from trtspec.recipe import (
+    Eagle3Speculation,
+    EagleSpeculation,
+    LookaheadSpeculation,
+    MedusaSpeculation,
+    NoSpeculation,
+    PytorchBackend,
+    Recipe,
+    Speculation,
+    TensorrtBackend,
+)
+from trtspec.versions import parse_range
+
+SPECULATION_ON = {
+    "tensorrt": ("none", "ngram", "draft_model", "medusa", "eagle", "lookahead"),
+    "pytorch": ("none", "ngram", "draft_model", "eagle3"),
+}
+"""Methods that TensorRT-LLM has, by backend."""
+
+EMBEDDED_SPECULATION = ("none", "ngram")
+"""Methods that the embedded engine runs today; build refuses the others there."""
+EMBEDDED_ACCEPTANCE = ("exact", "rejection")
+"""Acceptance kinds that the embedded engine runs today."""
+
+ACCEPTANCE_ON = {
+    "tensorrt": {
+        "ngram": ("exact",),
+        "draft_model": ("exact", "rejection"),
+        "medusa": ("exact",),
+        "eagle": ("exact", "typical"),
+        "lookahead": ("exact",),
+    },
+    "pytorch": {
+        "ngram": ("exact",),
+        "draft_model": ("exact", "rejection"),
+        "eagle3": ("exact", "rejection"),
+    },
+}
+"""Acceptance kinds by backend and method."""
+
+BACKEND_VERSIONS = {"tensorrt": parse_range(">=0.17,<=1.2.1"), "pytorch": parse_range(">=1.0,<1.5")}
+REJECTION_VERSIONS = parse_range(">=1.3")
+MEDUSA_DEFAULT_NODES = 63
+"""Paths of the default Medusa tree of TensorRT-LLM (mc_sim_7b_63)."""
+
+
+def drafted_positions(speculation: Speculation) -> int:
+    """Drafted positions that one sequence verifies per target step, at most.
+
+    Lookahead: (N - 2) + (W - 1 + G)(N - 1), TensorRT-LLM's own sizing. Dynamic trees: the smaller of
+    num_draft_tokens and the nodes that ``depth`` levels of ``top_k`` children can have (EAGLE-2).
+    """
+    match speculation:
+        case NoSpeculation():
+            return 0
+        case LookaheadSpeculation(window=w, ngram=n, verification_set=g):
+            return (n - 2) + (w - 1 + g) * (n - 1)
+        case MedusaSpeculation(choices=choices):
+            return MEDUSA_DEFAULT_NODES if choices is None else len(choices)
+        case EagleSpeculation(choices=None):
+            return min(speculation.num_draft_tokens, tree_nodes(speculation.top_k, speculation.depth))
+        case EagleSpeculation(choices=choices):
+            return len(choices or ())
+        case _:
+            return speculation.num_draft_tokens
+
+
+def longest_acceptance(speculation: Speculation) -> int | None:
+    """Drafted tokens that one step can accept at most; None when it depends on the trained heads."""
+    match speculation:
+        case NoSpeculation():
+            return 0
+        case LookaheadSpeculation(ngram=n):
+            return n - 1
+        case MedusaSpeculation(choices=None):
+            return None
+        case MedusaSpeculation(choices=choices):
+            return max((len(path) for path in choices or ()), default=0)
+        case EagleSpeculation(choices=None):
+            return min(speculation.depth, speculation.num_draft_tokens)
+        case EagleSpeculation(choices=choices):
+            return max((len(path) for path in choices or ()), default=0)
+        case Eagle3Speculation(depth=depth, num_draft_tokens=nodes):
+            return nodes if depth is None else min(depth, nodes)
+        case _:
+            return speculation.num_draft_tokens
+
+
+def tree_nodes(top_k: int, depth: int) -> int:
+    """Nodes of a dynamic tree: top_k at the first level, top_k squared at each later one (EAGLE-2)."""
+    return top_k + top_k * top_k * (depth - 1)
+
+
+def paged_context_off(recipe: Recipe) -> str | None:
+    """Why a GPU backend runs this recipe without paged context attention, or None if it has it.
+
+    Without it: no KV reuse, no chunked context, no drafting that verifies through the context kernel.
+    """
+    weights, kv = recipe.quantization.kind, recipe.quantization.kv_cache
+    if isinstance(recipe.backend, TensorrtBackend):
+        if not recipe.backend.paged_context_fmha:
+            return "backend.paged_context_fmha is false"
+        if kv == "int8":
+            return "kv_cache int8 has no paged context kernel"
+        if kv == "fp8" and weights not in ("fp8", "w4a8_awq", "nvfp4"):
+            return f"kv_cache fp8 with {weights} weights has no paged context kernel"
+    if isinstance(recipe.backend, PytorchBackend) and kv == "fp8" and weights == "w4a16_awq":
+        return "kv_cache fp8 with w4a16_awq weights has no paged context kernel"
+    return None
