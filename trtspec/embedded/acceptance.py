@@ -82,49 +82,37 @@ def rejection(draft: Draft, law: TargetLaw, draw: Draw) -> Accepted:
             x = draft.tokens[node]
             if x in tried:
                 continue
-            q = None if draft.probs is None else _draft_law(draft.probs[node], tried)
-            accept, residual = _accept_or_residual(p, q, x)
-            if residual is None or draw(_coin(accept)) == 0:
+            q = _point_mass(p, x) if draft.probs is None else _draft_law(draft.probs[node], tried, x)
+            p_x, q_x = float(p[x]), float(q[x])
+            if draw(_coin(min(1.0, p_x / q_x))) == 0:
                 follower = node
                 break
-            p = residual
+            residual = (p - q).clamp_(min=0.0)
+            mass = float(residual.sum())
+            if mass > 0.0:
+                p = residual / mass
+            elif p_x > 0.0:
+                # p and q differ by rounding alone: there is nothing to reject to.
+                follower = node
+                break
             tried.append(x)
         if follower is None:
             return Accepted(path_to(draft, row - 1), draw(p))
         row = follower + 1
 
 
-def _draft_law(q: Tensor, tried: list[int]) -> Tensor:
-    """``[vocab] float64``: q without the tokens tried before; not normalised, and possibly all zero."""
+def _draft_law(q: Tensor, tried: list[int], x: int) -> Tensor:
+    """``[vocab] float64``: q without the tokens tried, normalised; x itself if it has no mass there."""
     q = q.to("cpu", torch.float64, copy=True)
-    if tried:
-        q[tried] = 0.0
-    return q
+    q[tried] = 0.0
+    if not float(q[x]) > 0.0:
+        return _point_mass(q, x)
+    return q / q.sum()
 
 
-def _accept_or_residual(p: Tensor, q: Tensor | None, x: int) -> tuple[float, Tensor | None]:
-    """The probability of accepting x, and the law of what follows if it is rejected.
-
-    ``p [vocab]`` sums to 1; q ``[vocab]`` is not normalised, None for a point mass. A residual of
-    None means that x must be accepted: p and q agree up to rounding, so there is nothing to reject to.
-    """
-    p_x = float(p[x])
-    q_mass = 0.0 if q is None else float(q.sum())
-    q_x = 0.0 if q is None else float(q[x])
-    if q is None or q_x <= 0.0:
-        accept = p_x
-        residual = p.clone()
-        residual[x] = 0.0
-    else:
-        q = q / q_mass
-        accept = min(1.0, p_x / float(q[x]))
-        residual = (p - q).clamp_(min=0.0)
-    total = float(residual.sum())
-    if total > 0.0:
-        return accept, residual / total
-    if p_x > 0.0:
-        return 1.0, None
-    return 0.0, p
+def _point_mass(like: Tensor, x: int) -> Tensor:
+    """The law that always gives x; for it the general rule accepts with p(x) and leaves p without x."""
+    return torch.zeros_like(like).index_fill_(0, torch.tensor(x), 1.0)
 
 
 def _coin(accept: float) -> Tensor:
