@@ -1,0 +1,98 @@
+"""How much quality quantization costs: perplexity of the target over that of the 16-bit baseline.
+
+Both score the same tokens of held-out texts, teacher-forced, so each token gives a pair and what the
+texts themselves are like cancels out. The interval resamples whole texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from trtspec.engine import Engine
+from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.stats import mean_difference_ratio
+
+
+def check_quality(
+    target: Engine,
+    baseline: Engine,
+    texts: Sequence[Sequence[int]],
+    *,
+    bound: float | None,
+    source: str,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Check:
+    """Perplexity ratio of ``target`` over ``baseline`` on ``texts`` (token ids), gated by its upper end."""
+    target_logprobs, baseline_logprobs, agreements = [], [], 0
+    for number, text in enumerate(texts, start=1):
+        ours, theirs = target.score(text), baseline.score(text)
+        target_logprobs.append(ours.logprobs)
+        baseline_logprobs.append(theirs.logprobs)
+        agreements += sum(a == b for a, b in zip(ours.top_tokens, theirs.top_tokens, strict=True))
+        on_progress(number, len(texts))
+    return judge(target_logprobs, baseline_logprobs, bound=bound, source=source, agreements=agreements)
+
+
+def judge(
+    target: Sequence[Sequence[float]],
+    baseline: Sequence[Sequence[float]],
+    *,
+    bound: float | None,
+    source: str,
+    agreements: int | None = None,
+) -> Check:
+    """The verdict over log-probabilities ``[text][token]`` of both. A log-probability that is not a
+    finite number is an ERROR: dropping it would hide the worst tokens."""
+    how = (
+        f"{source}; teacher-forced through each engine's own weights and KV cache format, the same tokens; "
+        "exp(mean(baseline - target log-probability)); 95 % bootstrap over whole texts"
+    )
+    counts = [len(text) for text in target]
+    flat_target = [value for text in target for value in text]
+    flat_baseline = [value for text in baseline for value in text]
+    broken = ""
+    if counts != [len(text) for text in baseline]:
+        broken = "the two engines scored different numbers of tokens"
+    elif not flat_target:
+        broken = "no tokens were scored"
+    elif not all(map(math.isfinite, (*flat_target, *flat_baseline))):
+        broken = "a log-probability is not a finite number"
+    if broken:
+        return Check(
+            "quality",
+            Verdict.ERROR,
+            broken,
+            required=bound is not None,
+            bound=bound,
+            sense="at most",
+            how=how,
+        )
+    differences = [
+        [theirs - ours for ours, theirs in zip(mine, other, strict=True)]
+        for mine, other in zip(target, baseline, strict=True)
+    ]
+    ratio, interval = mean_difference_ratio(differences)
+    total = sum(counts)
+    evidence = {
+        "tokens": total,
+        "texts": len(counts),
+        "perplexity_target": math.exp(-math.fsum(flat_target) / total),
+        "perplexity_baseline": math.exp(-math.fsum(flat_baseline) / total),
+        "top1_agreement": None if agreements is None else agreements / total,
+    }
+    return gated(
+        name="quality",
+        what=(
+            f"perplexity {evidence['perplexity_target']:.2f} against {evidence['perplexity_baseline']:.2f} "
+            f"of the 16-bit baseline over {total} tokens: ratio"
+        ),
+        measured=ratio,
+        interval=interval,
+        bound=bound,
+        sense="at most",
+        n=len(counts),
+        n_unit="texts",
+        how=how,
+        evidence=evidence,
+    )

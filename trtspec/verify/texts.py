@@ -1,0 +1,118 @@
+"""The prompts and texts that verification runs on: those that ship with trtspec, or the user's own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import InputError, Problem
+from trtspec.text import Tokenizer
+
+_DATA = Path(__file__).parent.parent / "data"
+PROMPTS_FILE = _DATA / "prompts.jsonl"
+HELDOUT_FILE = _DATA / "heldout.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    tokens: tuple[int, ...]
+
+
+def load_prompts(path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: int) -> list[Prompt]:
+    """The first ``limit`` prompts of a JSONL file, tokenized.
+
+    A line is an object with ``messages`` (a chat; the model is to answer), ``prompt`` or ``text`` (put
+    into a chat as the user's message if the model has a chat template, else continued as it is), and
+    maybe an ``id``. Prompts of more than ``max_tokens`` tokens are refused, not cut. Raises InputError
+    with every bad line.
+    """
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for number, value in _read(path, problems):
+        if len(prompts) >= limit:
+            break
+        tokens = _prompt_tokens(value, tokenizer)
+        name = str(value.get("id", f"line-{number}"))
+        if tokens is None:
+            message = "needs messages (a list of role and content), prompt or text"
+            problems.append(Problem(message, file=str(path), line=number))
+        elif not 0 < len(tokens) <= max_tokens:
+            message = (
+                f"{len(tokens)} tokens; allowed are 1 to {max_tokens} (limits.max_input_tokens and room "
+                "for the answer)"
+            )
+            problems.append(Problem(message, file=str(path), line=number))
+        elif name in seen:
+            problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
+        else:
+            prompts.append(Prompt(name, tuple(tokens)))
+        seen.add(name)
+    if not prompts and not problems:
+        problems.append(Problem("holds no prompts", file=str(path)))
+    if problems:
+        raise InputError(problems)
+    return prompts
+
+
+def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_tokens: int) -> list[list[int]]:
+    """Texts of a JSONL file (``text`` a line), tokenized and cut to ``max_tokens``, up to a total."""
+    texts: list[list[int]] = []
+    problems: list[Problem] = []
+    total = 0
+    for number, value in _read(path, problems):
+        if total >= total_tokens:
+            break
+        text = value.get("text")
+        if not isinstance(text, str):
+            problems.append(Problem("needs text, a string", file=str(path), line=number))
+            continue
+        tokens = tokenizer.encode(text)[:max_tokens]
+        if len(tokens) > 1:
+            texts.append(tokens)
+            total += len(tokens) - 1
+    if not texts and not problems:
+        problems.append(Problem("holds no texts", file=str(path)))
+    if problems:
+        raise InputError(problems)
+    return texts
+
+
+def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | None:
+    messages = value.get("messages")
+    if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
+        return tokenizer.encode_chat(messages)
+    text = value.get("prompt", value.get("text"))
+    if not isinstance(text, str):
+        return None
+    if tokenizer.has_chat_template:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(text)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _read(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise InputError(Problem(f"cannot be read: {reason}", file=str(path))) from None
+    values = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            values.append((number, value))
+        else:
+            problems.append(Problem("not a JSON object", file=str(path), line=number))
+    return values
