@@ -1,0 +1,132 @@
+"""What the safetensors files of a folder say they hold, from names, sizes and headers only."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import Problem
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor as a safetensors header describes it."""
+
+    dtype: str
+    """F64, F32, F16, BF16, F8_E4M3, I8, U8 ..."""
+    shape: tuple[int, ...]
+    file: Path
+
+
+_DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+def read_tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[Problem]]:
+    """(headers by tensor name, problems): what the safetensors files of ``folder`` say they hold.
+
+    Problems: no safetensors weights (pickled ones are refused), git-lfs pointers, truncated or malformed
+    files, shards that the index names and the folder lacks, and the reverse for tensors.
+    """
+    problems: list[Problem] = []
+    weight_map: dict[str, str] | None = None
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists():
+        files = [single]
+    elif index.exists():
+        value = (read_json(index, problems) or {}).get("weight_map")
+        if problems:
+            return {}, problems
+        if not isinstance(value, dict) or not value or not all(isinstance(v, str) for v in value.values()):
+            return {}, [Problem("missing, empty or not a mapping", file=str(index), key="weight_map")]
+        weight_map = value
+        files = [folder / name for name in sorted(set(value.values()))]
+    else:
+        return {}, [Problem(_no_weights(folder), file=str(folder))]
+    headers: dict[str, TensorHeader] = {}
+    for path in files:
+        if not path.exists():
+            problems.append(
+                Problem(f"missing; {INDEX_FILE} names it. Download the folder again", file=str(path))
+            )
+            continue
+        found, problem = _read_header(path)
+        if problem is not None:
+            problems.append(Problem(problem, file=str(path)))
+        headers |= found
+    if weight_map is not None and not problems:
+        for name in sorted(weight_map):
+            if name not in headers or headers[name].file.name != weight_map[name]:
+                problems.append(
+                    Problem(f"not in {weight_map[name]}, where the index puts it", str(index), key=name)
+                )
+    return headers, problems
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return (
+            "only pickled weights (*.bin), which can run code when loaded; convert them to safetensors: "
+            'load with transformers and save_pretrained("OUT", safe_serialization=True)'
+        )
+    return f"no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
+
+
+def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
+    """The tensors of one safetensors file and what is wrong with it."""
+    size = path.stat().st_size
+    again = "download or export it again"
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start.startswith(b"version "):
+            return {}, "a git-lfs pointer, not weights; run 'git lfs pull' in the folder"
+        if len(start) < 8:
+            return {}, f"only {size} bytes, not a safetensors file; {again}"
+        length = int.from_bytes(start, "little")
+        if length > size - 8:
+            return {}, f"truncated or not safetensors: header of {length} bytes in {size} bytes; {again}"
+        try:
+            header = json.loads(file.read(length))
+            items = {k: v for k, v in header.items() if k != "__metadata__"}
+            tensors = {
+                name: TensorHeader(str(v["dtype"]), tuple(int(n) for n in v["shape"]), path)
+                for name, v in items.items()
+            }
+            spans = {
+                name: (int(v["data_offsets"][0]), int(v["data_offsets"][1])) for name, v in items.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return {}, f"the safetensors header is malformed; {again}"
+    for name, (begin, end) in spans.items():
+        wanted = math.prod(tensors[name].shape) * _DTYPE_BYTES.get(tensors[name].dtype, 0)
+        if end - begin != wanted:
+            return {}, f"{name} ({tensors[name].dtype} {list(tensors[name].shape)}) has {end - begin} bytes"
+    expected = 8 + length + max((end for _, end in spans.values()), default=0)
+    if size != expected:
+        kind = "truncated" if size < expected else "longer than its header says"
+        return {}, f"{kind}: {size} bytes, {expected} expected; {again}"
+    return tensors, None
+
+
+def read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
+    """The mapping in a JSON file, or None with the reason appended to ``problems``."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(Problem(f"cannot be read: {error.strerror or error}", file=str(path)))
+        return None
+    except ValueError as error:
+        problems.append(Problem(f"is not JSON: {error}", file=str(path)))
+        return None
+    if not isinstance(value, dict):
+        problems.append(Problem(f"holds a {type(value).__name__}; a mapping is needed", file=str(path)))
+        return None
+    return value
