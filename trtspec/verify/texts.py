@@ -21,13 +21,15 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: int) -> list[Prompt]:
+def load_prompts(
+    path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: int, skip_long: bool = False
+) -> list[Prompt]:
     """The first ``limit`` prompts of a JSONL file, tokenized.
 
-    A line is an object with ``messages`` (a chat; the model is to answer), ``prompt`` or ``text`` (put
-    into a chat as the user's message if the model has a chat template, else continued as it is), and
-    maybe an ``id``. Prompts of more than ``max_tokens`` tokens are refused, not cut. Raises InputError
-    with every bad line.
+    A line is an object with ``messages`` (a chat; the model is to answer), ``prompt`` or ``text`` (the
+    user's message of a chat), and maybe an ``id``. A model without a chat template continues the text.
+    Prompts of more than ``max_tokens`` tokens are never cut: they are refused, or passed over with
+    ``skip_long``. Raises InputError with every bad line.
     """
     prompts: list[Prompt] = []
     problems: list[Problem] = []
@@ -40,6 +42,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: in
         if tokens is None:
             message = "needs messages (a list of role and content), prompt or text"
             problems.append(Problem(message, file=str(path), line=number))
+        elif skip_long and len(tokens) > max_tokens:
+            continue
         elif not 0 < len(tokens) <= max_tokens:
             message = (
                 f"{len(tokens)} tokens; allowed are 1 to {max_tokens} (limits.max_input_tokens and room "
@@ -52,7 +56,8 @@ def load_prompts(path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: in
             prompts.append(Prompt(name, tuple(tokens)))
         seen.add(name)
     if not prompts and not problems:
-        problems.append(Problem("holds no prompts", file=str(path)))
+        message = f"holds no prompt of at most {max_tokens} tokens (limits.max_input_tokens, max_seq_tokens)"
+        problems.append(Problem(message, file=str(path)))
     if problems:
         raise InputError(problems)
     return prompts
@@ -82,15 +87,13 @@ def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_token
 
 
 def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | None:
-    messages = value.get("messages")
-    if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
-        return tokenizer.encode_chat(messages)
     text = value.get("prompt", value.get("text"))
-    if not isinstance(text, str):
+    messages = value.get("messages", [{"role": "user", "content": text}])
+    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
         return None
     if tokenizer.has_chat_template:
-        return tokenizer.encode_chat([{"role": "user", "content": text}])
-    return tokenizer.encode(text)
+        return tokenizer.encode_chat(messages)
+    return tokenizer.encode("\n\n".join(message["content"] for message in messages))
 
 
 def _is_message(value: object) -> bool:

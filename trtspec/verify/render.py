@@ -1,0 +1,104 @@
+"""A report for eyes: terminal lines and Markdown. Pure: the same report gives the same text."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+
+from trtspec.verify.gates import Check
+from trtspec.verify.report import VERDICT_WORDS, Report
+
+_NAMES_WIDTH = 22
+
+
+def terminal(report: Report, width: int = 100) -> str:
+    """The checks as a table, one after the other, and the verdict last."""
+    lines = [
+        f"{report.recipe_name}  {report.engine}",
+        f"recipe {report.recipe_digest[:12]}, {report.machine.get('processor', 'unknown processor')}, "
+        f"{report.created}, {report.seconds:.0f} s",
+        "",
+    ]
+    for check in report.checks:
+        need = "" if check.required else " (not required)"
+        head = f"{check.verdict.value:<13} {check.name:<{_NAMES_WIDTH}} "
+        body = textwrap.wrap(check.summary + need, max(width - len(head), 30)) or [""]
+        lines.append(head + body[0])
+        lines += [" " * len(head) + line for line in body[1:]]
+        for warning in check.warnings:
+            wrapped = textwrap.wrap(f"warning: {warning}", max(width - len(head), 30))
+            lines += [" " * len(head) + line for line in wrapped]
+    lines += ["", *(f"note: {note}" for note in report.notes), f"verdict: {verdict(report)}"]
+    return "\n".join(lines)
+
+
+def verdict(report: Report) -> str:
+    """One line: the verdict and how many required checks it rests on."""
+    required = [check for check in report.checks if check.required]
+    passed = sum(check.verdict.value == "PASS" for check in required)
+    return f"{VERDICT_WORDS[report.exit_code]} ({passed} of {len(required)} required checks passed)"
+
+
+def markdown(report: Report) -> str:
+    """A page with the table of checks, how each number was obtained, and what it ran on."""
+    rows = [
+        "| check | verdict | required | measured | 95 % interval | gate | n |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for check in report.checks:
+        cells = (
+            check.name,
+            check.verdict.value,
+            "yes" if check.required else "no",
+            _number(check.measured, check.unit),
+            _interval(check),
+            f"{check.sense} {check.bound:g}" if check.bound is not None and check.sense else "",
+            f"{check.n} {check.n_unit}".strip() if check.n else "",
+        )
+        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    details = []
+    for check in report.checks:
+        details += [f"### {check.name}: {check.verdict.value}", "", check.summary, ""]
+        details += [f"- warning: {warning}" for warning in check.warnings]
+        if check.how:
+            details += [f"- how: {check.how}"]
+        details.append("")
+    tools = ", ".join(f"{name} {version}" for name, version in report.tools.items())
+    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
+    settings = ", ".join(f"{name} {value}" for name, value in report.settings.items())
+    return "\n".join(
+        [
+            f"# {report.recipe_name}: {verdict(report)}",
+            "",
+            *rows,
+            "",
+            *(f"Note: {note}\n" for note in report.notes),
+            *details,
+            "## What it ran on",
+            "",
+            f"- engine: `{report.engine}`, recipe digest `{report.recipe_digest}`, "
+            f"source digest `{report.source_digest}`",
+            f"- date: {report.created}, {report.seconds:.0f} s",
+            f"- command: `{' '.join(report.argv)}`",
+            f"- machine: {machine}",
+            f"- versions: {tools}",
+            f"- settings: {settings}",
+            "",
+        ]
+    )
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{value:.4g} {unit}".strip()
+
+
+def _interval(check: Check) -> str:
+    if check.interval is None or not all(map(math.isfinite, check.interval)):
+        return ""
+    return f"{check.interval[0]:.4g} to {check.interval[1]:.4g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,83 @@
+"""The report: every check with its evidence, and everything needed to repeat it. JSON is the datum; the
+terminal and Markdown renderings (:mod:`trtspec.verify.render`) only show it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trtspec.artifact import write_atomic
+from trtspec.verify.gates import Check, all_ok, exit_code
+
+SCHEMA = "trtspec.report/1"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one ``trtspec verify`` found."""
+
+    engine: str
+    recipe_name: str
+    recipe_digest: str
+    recipe: Mapping[str, Any]
+    source_digest: str
+    created: str
+    """UTC, ISO 8601."""
+    argv: tuple[str, ...]
+    tools: Mapping[str, str]
+    """Versions now; ``built_with`` has those of the build."""
+    built_with: Mapping[str, str]
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """Prompts, lengths, rounds, files and their hashes."""
+    seconds: float
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Every required check passed, there is at least one, and nothing contradicts itself."""
+        return all_ok(self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.checks)
+
+
+VERDICT_WORDS = {0: "PASS", 1: "FAIL", 4: "INCONCLUSIVE"}
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as JSON values; numbers that are not finite become null."""
+    value = {
+        "schema": SCHEMA,
+        "verdict": VERDICT_WORDS[report.exit_code],
+        "exit_code": report.exit_code,
+        **asdict(report),
+    }
+    plain: dict[str, Any] = _plain(value)
+    return plain
+
+
+def write(report: Report, path: Path) -> None:
+    """Write the JSON whole or not at all."""
+    text = json.dumps(to_json(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomic(path, text.encode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
