@@ -45,6 +45,8 @@ class Tokenizer:
         self.digest = digest
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.longest_token_bytes: int = max(len(piece.encode()) for piece in tokenizer.get_vocab())
+        """No token stands for more bytes of text than this."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:

@@ -1,0 +1,308 @@
+"""``trtspec serve`` and ``trtspec generate``: a Triton server for a built engine, and a client for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtspec.cli.output import json_option, print_json
+from trtspec.errors import InputError, MissingError
+
+if TYPE_CHECKING:
+    from trtspec.artifact import Artifact
+    from trtspec.serve.client import Finished
+    from trtspec.serve.launch import Plan
+    from trtspec.serve.preflight import Addresses
+
+_PORT = click.IntRange(1, 65535)
+_PING_PROMPT = "Once upon a time, there was a"
+_PING_TOKENS = 16
+
+
+@click.command()
+@click.argument("engine_dir", type=click.Path(path_type=Path))
+@click.option("--host", help="Address to listen on (default: the recipe's; 0.0.0.0 opens it to the network).")
+@click.option("--http-port", type=_PORT, help="Default: the recipe's.")
+@click.option("--grpc-port", type=_PORT, help="Default: the recipe's.")
+@click.option("--metrics-port", type=_PORT, help="Default: the recipe's.")
+@click.option("--dry-run", is_flag=True, help="Print repository and command; start nothing.")
+@click.option(
+    "--log", type=click.Path(path_type=Path), help="Append all output of server and model to this file."
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), help="Write the addresses here (JSON) when ready."
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds to be ready in.",
+)
+@json_option
+def serve(
+    engine_dir: Path,
+    host: str | None,
+    http_port: int | None,
+    grpc_port: int | None,
+    metrics_port: int | None,
+    dry_run: bool,
+    log: Path | None,
+    ready_file: Path | None,
+    start_timeout: float,
+    as_json: bool,
+) -> None:
+    """Serve the engine in ENGINE_DIR with Triton until Ctrl-C.
+
+    Tensors and meanings are those of NVIDIA's Triton model for TensorRT-LLM's LLM API. When the server is
+    ready, one short request is sent through it and its acceptance printed. The first Ctrl-C (or SIGTERM)
+    lets requests in flight finish, the second stops at once.
+    """
+    from trtspec.artifact import open_artifact
+    from trtspec.serve import launch
+    from trtspec.serve.preflight import Addresses
+
+    artifact = open_artifact(engine_dir)
+    serving = artifact.recipe.serving
+    addresses = Addresses(
+        host=host or serving.host,
+        http_port=http_port or serving.http_port,
+        grpc_port=grpc_port or serving.grpc_port,
+        metrics_port=metrics_port or serving.metrics_port,
+    )
+    if dry_run:
+        _print_plan(artifact, addresses, as_json=as_json)
+        return
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    def on_ready(plan: Plan) -> None:
+        finished = _ping(plan)
+        fields = _ready_fields(plan, finished)
+        if as_json:
+            print_json("serve", fields)
+            sys.stdout.flush()
+        else:
+            _print_ready(plan, finished)
+        if ready_file is not None:
+            _write_atomic(ready_file, json.dumps(fields, indent=2) + "\n")
+
+    say(f"starting Triton for {artifact.recipe.name} ...")
+    try:
+        launch.serve(artifact, addresses, on_ready=on_ready, say=say, log=log, start_timeout_s=start_timeout)
+    finally:
+        if ready_file is not None:
+            ready_file.unlink(missing_ok=True)
+    say("stopped")
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option(
+    "--engine", type=click.Path(path_type=Path), help="Engine folder: its addresses and chat template."
+)
+@click.option(
+    "--url", help="gRPC address of the server, host:port (default: the engine's, else 127.0.0.1:8001)."
+)
+@click.option("--model-name", help="Default: the engine's, else tensorrt_llm.")
+@click.option("--raw", is_flag=True, help="Send the prompt as it is, without the chat template.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Default: the server's.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy (the default).")
+@click.option("--top-k", type=click.IntRange(min=0), help="0 keeps all tokens.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1), help="1 keeps all tokens.")
+@click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Default: a fresh one.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")
+@click.option("--stats", is_flag=True, help="Print acceptance and times on stderr.")
+@click.option(
+    "--idle-timeout", type=click.FloatRange(min=0.1), default=120.0, show_default=True, help="Seconds."
+)
+@json_option
+def generate(
+    prompt: str | None,
+    engine: Path | None,
+    url: str | None,
+    model_name: str | None,
+    raw: bool,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+    stop: tuple[str, ...],
+    stats: bool,
+    idle_timeout: float,
+    as_json: bool,
+) -> None:
+    """Generate text with a served engine, streamed to the terminal.
+
+    PROMPT - (or none) reads standard input. With --engine the prompt becomes a user's message in the
+    model's chat template, if it has one; without, or with --raw, it is sent as it is.
+    """
+    from trtspec.serve.client import Finished, stream
+    from trtspec.serve.protocol import Generate
+
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise InputError("the prompt is empty; give PROMPT or pipe one in")
+    if engine is not None:
+        from trtspec.artifact import open_artifact
+        from trtspec.text import Tokenizer
+
+        artifact = open_artifact(engine)
+        serving = artifact.recipe.serving
+        url = url or f"{'127.0.0.1' if serving.host == '0.0.0.0' else serving.host}:{serving.grpc_port}"
+        model_name = model_name or serving.model_name
+        if not raw:
+            tokenizer = Tokenizer.load(artifact.target_dir)
+            if tokenizer.has_chat_template:
+                prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
+    request = Generate(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        return_perf_metrics=stats or as_json,
+    )
+    answer = stream(
+        _checked_url(url or "127.0.0.1:8001"),
+        model_name or "tensorrt_llm",
+        request,
+        idle_timeout_s=idle_timeout,
+    )
+    # Closing the stream, also on Ctrl-C or a closed pipe, cancels the request.
+    with contextlib.closing(_as_generator(answer)) as pieces:
+        for piece in pieces:
+            if isinstance(piece, Finished):
+                _print_finished(piece, stats=stats, as_json=as_json)
+            elif not as_json:
+                click.echo(piece, nl=False)
+                sys.stdout.flush()
+
+
+def _as_generator(answer: Iterator[Any]) -> Any:
+    return answer
+
+
+def _checked_url(url: str) -> str:
+    host, _, port = url.rpartition(":")
+    if not host or not port.isdigit() or "/" in url:
+        raise InputError(f"--url: {url!r} is not host:port of a gRPC server (for example 127.0.0.1:8001)")
+    return url
+
+
+def _print_finished(finished: Finished, *, stats: bool, as_json: bool) -> None:
+    if as_json:
+        fields: dict[str, Any] = {
+            "text": finished.text,
+            "finish_reason": finished.finish_reason,
+            "stop_reason": finished.stop_reason,
+            "ttft_ms": finished.ttft_ms,
+            "tpot_ms": finished.tpot_ms,
+            **finished.statistics,
+        }
+        print_json("generate", fields)
+        return
+    click.echo()
+    if stats:
+        click.echo(_statistics_line(finished), err=True)
+
+
+def _statistics_line(finished: Finished) -> str:
+    found = finished.statistics
+    parts = [f"{found.get('num_output_tokens', '?')} tokens ({finished.finish_reason})"]
+    if "acceptance_length" in found:
+        parts.append(f"acceptance length {found['acceptance_length']:.2f} (tokens per target step)")
+    if found.get("total_draft_tokens"):
+        accepted, drafted = found["total_accepted_draft_tokens"], found["total_draft_tokens"]
+        parts.append(f"acceptance rate {found['acceptance_rate']:.2f} ({accepted} of {drafted} drafted)")
+    if finished.ttft_ms is not None:
+        parts.append(f"TTFT {finished.ttft_ms:.0f} ms")
+    if finished.tpot_ms is not None:
+        parts.append(f"TPOT {finished.tpot_ms:.1f} ms")
+    return ", ".join(parts)
+
+
+def _ping(plan: Plan) -> Finished:
+    """One short request through the whole path; MissingError when it does not come back right."""
+    from trtspec.serve.client import generate as ask
+    from trtspec.serve.protocol import Generate
+
+    addresses = plan.addresses
+    url = f"{addresses.reachable_host}:{addresses.grpc_port}"
+    request = Generate(prompt=_PING_PROMPT, max_tokens=_PING_TOKENS, return_perf_metrics=True)
+    try:
+        finished = ask(url, plan.model_name, request, idle_timeout_s=120.0)
+    except InputError as error:
+        raise MissingError(f"the server is up but refused a first request: {error}") from None
+    found = finished.statistics
+    if not 1 <= found.get("num_output_tokens", 0) <= _PING_TOKENS:
+        raise MissingError(f"the server is up but answered a first request wrongly: {finished}")
+    return finished
+
+
+def _ready_fields(plan: Plan, finished: Finished) -> dict[str, Any]:
+    host = plan.addresses.reachable_host
+    return {
+        "pid": os.getpid(),
+        "model_name": plan.model_name,
+        "http": f"http://{host}:{plan.addresses.http_port}",
+        "grpc": f"{host}:{plan.addresses.grpc_port}",
+        "metrics": f"http://{host}:{plan.addresses.metrics_port}/metrics",
+        "server_id": plan.server_id,
+        "ping": {"text": finished.text, **finished.statistics},
+    }
+
+
+def _print_ready(plan: Plan, finished: Finished) -> None:
+    fields = _ready_fields(plan, finished)
+    generate_url = f"{fields['http']}/v2/models/{plan.model_name}/generate"
+    body = '{"text_input": "Hello", "sampling_param_max_tokens": 16}'
+    for line in (
+        f"ready: model {plan.model_name}",
+        f"  http     {fields['http']}",
+        f"  grpc     {fields['grpc']}",
+        f"  metrics  {fields['metrics']}",
+        f"  ping     {_PING_PROMPT!r} -> {finished.text!r}",
+        f"           {_statistics_line(finished)}",
+        f"try: curl -s -H 'Content-Type: application/json' {generate_url} -d '{body}'",
+        "Ctrl-C stops",
+    ):
+        click.echo(line)
+    sys.stdout.flush()
+
+
+def _print_plan(artifact: Artifact, addresses: Addresses, *, as_json: bool) -> None:
+    from trtspec.serve.launch import make_plan
+    from trtspec.serve.preflight import find_installation
+
+    plan = make_plan(artifact, addresses, find_installation(), Path("RUNTIME"), "trtspec-ID-")
+    files = {f"models/{name}": content.decode() for name, content in plan.files.items()}
+    if as_json:
+        fields = {"files": files, "argv": list(plan.argv), "environment": plan.environment}
+        print_json("serve", fields)
+        return
+    for name, content in files.items():
+        click.echo(f"==> RUNTIME/{name}\n{content}")
+    click.echo("==> environment")
+    for name, value in plan.environment.items():
+        click.echo(f"{name}={shlex.quote(value)}")
+    click.echo(f"\n==> command\n{shlex.join(plan.argv)}")
+
+
+def _write_atomic(path: Path, text: str) -> None:
+    from trtspec.artifact import write_atomic
+
+    write_atomic(path, text.encode())

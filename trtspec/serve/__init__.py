@@ -1,0 +1,1 @@
+"""Serving a built engine through Triton: model repository, model, supervisor, client."""

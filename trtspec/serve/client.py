@@ -1,0 +1,178 @@
+"""A streaming client of the served model, over gRPC. Works with NVIDIA's server of the same tensors too.
+
+The stream is always read to its end, also after the final answer: a client that leaves there can leak
+the server's stream state, and its shutdown then hangs.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.serve.protocol import INPUTS, Generate, tensors
+
+IDLE_TIMEOUT_S = 120.0
+_STATISTICS = {
+    "acceptance_rate": float,
+    "acceptance_length": float,
+    "total_accepted_draft_tokens": int,
+    "total_draft_tokens": int,
+    "num_input_tokens": int,
+    "num_output_tokens": int,
+    "arrival_time_ns": int,
+    "first_token_time_ns": int,
+    "last_token_time_ns": int,
+}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of an answer. ``statistics`` holds what the server measured, by its tensor names."""
+
+    text: str
+    finish_reason: str | None
+    stop_reason: str | None
+    statistics: dict[str, float | int]
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Arrival at the model to the first token."""
+        return self._between_ms("arrival_time_ns", "first_token_time_ns")
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per token after the first one."""
+        total, tokens = self._between_ms("first_token_time_ns", "last_token_time_ns"), self._num_tokens
+        return total / (tokens - 1) if total is not None and tokens is not None and tokens > 1 else None
+
+    @property
+    def _num_tokens(self) -> int | None:
+        value = self.statistics.get("num_output_tokens")
+        return None if value is None else int(value)
+
+    def _between_ms(self, first: str, last: str) -> float | None:
+        if first not in self.statistics or last not in self.statistics:
+            return None
+        return (self.statistics[last] - self.statistics[first]) / 1e6
+
+
+def stream(
+    url: str,
+    model_name: str,
+    request: Generate,
+    *,
+    request_id: str = "",
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
+) -> Iterator[str | Finished]:
+    """Yield the answer to ``request`` piece by piece as text, then one Finished.
+
+    ``url`` is ``host:port`` of the server's gRPC. Closing the generator early (or an exception in the
+    loop over it, Ctrl-C included) cancels the request. Raises InputError when the server refuses the
+    request, MissingError when it is not there, full, stopping, or silent for ``idle_timeout_s``.
+    """
+    import tritonclient.grpc as triton
+
+    request = replace(request, streaming=True, return_finish_reason=True, return_stop_reason=True)
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client = triton.InferenceServerClient(url)
+    finished = False
+    try:
+        client.start_stream(
+            callback=lambda result, error: answers.put((result, error)),
+            headers={"triton_grpc_error": "true"},
+        )
+        client.async_stream_infer(
+            model_name, _inputs(request), request_id=request_id, enable_empty_final_response=True
+        )
+        text, last = "", None
+        while True:
+            try:
+                result, error = answers.get(timeout=idle_timeout_s)
+            except queue.Empty:
+                raise MissingError(f"{url}: no answer for {idle_timeout_s:g} s; gave up") from None
+            if error is not None:
+                raise _error(url, error)
+            response = result.get_response()
+            value = result.as_numpy("text_output")
+            if value is not None:
+                last = result
+                whole = value.reshape(-1)[0].decode("utf-8")
+                if not whole.startswith(text):
+                    raise MissingError(f"{url}: text_output does not continue what came before it")
+                if len(whole) > len(text):
+                    yield whole[len(text) :]
+                text = whole
+            if response.parameters["triton_final_response"].bool_param:
+                finished = True
+                break
+        yield _finished(text, last)
+    finally:
+        client.stop_stream(cancel_requests=not finished)
+        client.close()
+
+
+def generate(
+    url: str, model_name: str, request: Generate, *, idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> Finished:
+    """The whole answer to ``request``; raises as :func:`stream`."""
+    for piece in stream(url, model_name, request, idle_timeout_s=idle_timeout_s):
+        if isinstance(piece, Finished):
+            return piece
+    raise MissingError(f"{url}: the answer ended early")
+
+
+def _inputs(request: Generate) -> list[Any]:
+    import numpy as np
+    import tritonclient.grpc as triton
+
+    types = {spec.name: spec.data_type for spec in INPUTS}
+    numpy_types = {
+        "BOOL": bool,
+        "INT32": np.int32,
+        "UINT64": np.uint64,
+        "FP32": np.float32,
+        "STRING": np.object_,
+    }
+    inputs = []
+    for name, values in tensors(request).items():
+        data_type = types[name]
+        wire_type = "BYTES" if data_type == "STRING" else data_type
+        tensor = triton.InferInput(name, [len(values)], wire_type)
+        tensor.set_data_from_numpy(np.array(values, dtype=numpy_types[data_type]))
+        inputs.append(tensor)
+    return inputs
+
+
+def _finished(text: str, result: Any) -> Finished:
+    statistics: dict[str, float | int] = {}
+    for name, kind in _STATISTICS.items():
+        value = result.as_numpy(name) if result is not None else None
+        if value is not None:
+            statistics[name] = kind(value.reshape(-1)[0])
+    return Finished(text, _text(result, "finish_reason"), _text(result, "stop_reason"), statistics)
+
+
+def _text(result: Any, name: str) -> str | None:
+    value = result.as_numpy(name) if result is not None else None
+    if value is None:
+        return None
+    text: str = value.reshape(-1)[0].decode("utf-8")
+    return None if text == "None" else text
+
+
+def _error(url: str, error: Any) -> TrtspecError:
+    """A server's error as ours. Its status code says whose fault it is; an old server sends none."""
+    status = (error.status() or "").removeprefix("StatusCode.")
+    message = error.message() or str(error)
+    if status == "UNAVAILABLE" and (
+        "connect" in message or "Socket closed" in message or "GOAWAY" in message
+    ):
+        return MissingError(
+            f"{url}: nothing answers there; start the server with trtspec serve, or check --url"
+        )
+    if status in ("", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
+        return InputError(Problem(message, file=url))
+    return MissingError(f"{url}: {message}")

@@ -1,0 +1,381 @@
+"""The supervisor of one Triton server: start, readiness, watching, draining, and leaving nothing behind.
+
+Processes: this one, the server (own session), the server's stub that runs the model, and a guard that
+cleans up if this one is killed. What the server does not notice is watched here: a dead stub (the server
+stays "ready" and lets its clients hang), someone else's server on the same port, a metrics listener that
+never came up, a model that never finishes loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import http.client
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from trtspec import process
+from trtspec.artifact import Artifact
+from trtspec.backends import gpu_backend_message
+from trtspec.errors import InputError, MissingError
+from trtspec.recipe import EmbeddedBackend
+from trtspec.serve.preflight import Addresses, Installation, base_environment, check, find_installation
+from trtspec.serve.repository import render
+
+EXIT_TIMEOUT_S = 10
+"""How long requests may go on after the first signal to stop."""
+START_TIMEOUT_S = 300.0
+_METRICS_TIMEOUT_S = 5.0
+_POLL_S = 0.05
+_TAIL_BYTES = 20_000
+_TAIL_LINES = 25
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before anything is started."""
+
+    files: dict[str, bytes]
+    """The model repository, by path below ``runtime/models``."""
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    addresses: Addresses
+    model_name: str
+    server_id: str
+    """Name that the server gives itself, and prefix of its shared memory."""
+
+
+class _Stop(Exception):
+    """A signal asked for the end."""
+
+
+def make_plan(
+    artifact: Artifact, addresses: Addresses, installation: Installation, runtime: Path, server_id: str
+) -> Plan:
+    """The repository, command and environment that serve ``artifact``; pure but for what is installed.
+
+    Raises MissingError for a recipe whose backend this machine cannot serve.
+    """
+    recipe = artifact.recipe
+    backend = recipe.backend
+    if not isinstance(backend, EmbeddedBackend):
+        raise MissingError(gpu_backend_message(backend.kind))
+    argv = (
+        str(installation.server),
+        f"--id={server_id}",
+        f"--model-repository={runtime / 'models'}",
+        f"--backend-directory={runtime / 'backends'}",
+        "--disable-auto-complete-config",
+        f"--http-address={addresses.host}",
+        f"--http-port={addresses.http_port}",
+        f"--grpc-address={addresses.host}",
+        f"--grpc-port={addresses.grpc_port}",
+        f"--metrics-address={addresses.host}",
+        f"--metrics-port={addresses.metrics_port}",
+        "--allow-gpu-metrics=false",
+        f"--backend-config=python,shm-region-prefix-name={server_id}",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+    )
+    return Plan(
+        files=render(recipe.serving.model_name, artifact.folder.resolve()),
+        argv=argv,
+        environment=base_environment(backend.threads),
+        addresses=addresses,
+        model_name=recipe.serving.model_name,
+        server_id=server_id,
+    )
+
+
+def new_server_id() -> str:
+    """Unique among the servers of this machine; ends so that no id is the beginning of another."""
+    return f"trtspec-{os.getpid()}-{secrets.token_hex(4)}-"
+
+
+def serve(
+    artifact: Artifact,
+    addresses: Addresses,
+    *,
+    on_ready: Callable[[Plan], None],
+    say: Callable[[str], None],
+    log: Path | None = None,
+    start_timeout_s: float = START_TIMEOUT_S,
+) -> None:
+    """Serve ``artifact`` until SIGINT or SIGTERM; must run in the main thread.
+
+    ``on_ready`` is called once, when server, model and metrics answer; what it raises ends the server.
+    The first signal lets requests in flight finish (up to EXIT_TIMEOUT_S), the second ends them. Returns
+    after an orderly end. Raises MissingError when this machine lacks something, when the server or the
+    model ends by itself, or when requests had to be cut off; InputError when the model refuses the engine.
+    ``log`` gets all output of server and model; without it, it is kept until the end only.
+    """
+    installation = find_installation()
+    server_id = new_server_id()
+    with _stop_signals() as signals, _runtime_folder() as runtime:
+        plan = make_plan(artifact, addresses, installation, runtime, server_id)
+        check(installation, addresses, plan.environment)
+        _lay_out(runtime, plan, installation)
+        log = log or runtime / "server.log"
+        log_start = log.stat().st_size if log.exists() else 0
+        server = process.start(plan.argv, env=plan.environment, cwd=runtime, log=log)
+        guard = process.guard(server, [_shm_pattern(server_id), str(runtime)])
+        supervisor = _Supervisor(server, plan, log, log_start, signals, say)
+        try:
+            supervisor.wait_until_ready(start_timeout_s)
+            on_ready(plan)
+            supervisor.watch()
+        except _Stop:
+            supervisor.drain()
+        finally:
+            server.kill_group()
+            for path in glob.glob(_shm_pattern(server_id)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            guard.release()
+
+
+class _Supervisor:
+    def __init__(
+        self,
+        server: process.Child,
+        plan: Plan,
+        log: Path,
+        log_start: int,
+        signals: list[int],
+        say: Callable[[str], None],
+    ) -> None:
+        self._server = server
+        self._plan = plan
+        self._log = log
+        self._log_start = log_start
+        self._signals = signals
+        self._say = say
+        self._stub: _Process | None = None
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """Return when our own server, its model and its metrics answer."""
+        deadline = time.monotonic() + timeout_s
+        http_address = (self._plan.addresses.reachable_host, self._plan.addresses.http_port)
+        while True:
+            self._check_signals()
+            if self._server.poll() is not None:
+                raise self._start_failure()
+            if time.monotonic() > deadline:
+                raise MissingError(
+                    f"the server was not ready after {timeout_s:g} s; stopped. "
+                    f"Its last lines:\n{self._tail()}"
+                )
+            body = _get(http_address, "/v2")
+            if (
+                body is not None
+                and self._is_ours(body)
+                and _get(http_address, "/v2/health/ready") is not None
+            ):
+                break
+            time.sleep(_POLL_S)
+        self._wait_for_metrics()
+        self._stub = _find_stub(self._server.pid)
+        if self._stub is None:
+            raise MissingError(f"the model's process is gone; the last lines of its log:\n{self._tail()}")
+
+    def watch(self) -> None:
+        """Return never; raise _Stop on a signal, MissingError when server or model ended."""
+        assert self._stub is not None
+        while True:
+            self._check_signals()
+            if self._server.poll() is not None:
+                raise MissingError(
+                    f"the server ended by itself (exit code {self._server.poll()}); "
+                    f"its last lines:\n{self._tail()}"
+                )
+            if not self._stub.is_alive():
+                raise MissingError(
+                    "the model's process died (often: out of memory); the server was stopped, because it "
+                    f"would have let its clients hang. Last lines of the log:\n{self._tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def drain(self) -> None:
+        """Let the requests in flight finish."""
+        self._say(f"stopping: requests in flight may finish ({EXIT_TIMEOUT_S} s); again to stop at once")
+        seen = len(self._signals)
+        self._server.terminate()
+        # The server's own limit comes first; this one is for a server that hangs in its exit.
+        deadline = time.monotonic() + EXIT_TIMEOUT_S + 10
+        while self._server.poll() is None:
+            if len(self._signals) > seen:
+                raise MissingError("stopped at once; requests in flight were cut off")
+            if time.monotonic() > deadline:
+                raise MissingError("the server did not stop by itself; killed")
+            if self._stub is not None and not self._stub.is_alive() and self._server.wait(5.0) is None:
+                raise MissingError(
+                    "the model's process died while requests were in flight; they were cut off"
+                )
+            time.sleep(_POLL_S)
+        if self._stub is not None and self._server.poll() != 0:
+            raise MissingError(f"requests still ran after {EXIT_TIMEOUT_S} s and were cut off")
+
+    def _check_signals(self) -> None:
+        if self._signals:
+            raise _Stop
+
+    def _is_ours(self, body: bytes) -> bool:
+        try:
+            name = json.loads(body).get("name")
+        except (ValueError, AttributeError):
+            name = None
+        if name == self._plan.server_id:
+            return True
+        addresses = self._plan.addresses
+        raise MissingError(
+            f"another server answers on {addresses.reachable_host}:{addresses.http_port} ({name!r}); "
+            "stop it or give --http-port"
+        )
+
+    def _wait_for_metrics(self) -> None:
+        address = (self._plan.addresses.reachable_host, self._plan.addresses.metrics_port)
+        deadline = time.monotonic() + _METRICS_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._check_signals()
+            body = _get(address, "/metrics")
+            if body is not None and b"trtspec_requests_running" in body:
+                return
+            time.sleep(_POLL_S)
+        raise MissingError(
+            f"the metrics port {address[0]}:{address[1]} does not answer with this server's metrics; "
+            "stop what uses it or give --metrics-port"
+        )
+
+    def _start_failure(self) -> Exception:
+        text = self._text()
+        reason = load_failure(text)
+        if reason is not None:
+            return InputError(f"the model could not be loaded: {reason}")
+        for line in text.splitlines():
+            if "failed to start" in line and "service" in line:
+                return MissingError(line[line.index("failed to start") :].strip())
+        return MissingError(
+            f"the server ended with exit code {self._server.poll()} before it was ready; its last lines:\n"
+            f"{self._tail()}"
+        )
+
+    def _text(self) -> str:
+        with self._log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+
+    def _tail(self) -> str:
+        return "\n".join(f"  | {line}" for line in self._text().splitlines()[-_TAIL_LINES:])
+
+
+def load_failure(log: str) -> str | None:
+    """Why the model was refused, from the server's log: the text of the exception in ``initialize``."""
+    match = re.search(
+        r"failed to load '[^']*' version \d+: \w+: (.*?)(?:\n\nAt:|\"?\n[EIW]\d{4} |\Z)", log, re.DOTALL
+    )
+    if match is None:
+        return None
+    return re.sub(
+        r"^(?:TritonModelException|InputError|MissingError): ", "", match.group(1).strip().strip('"')
+    )
+
+
+# --------------------------------------------------------------------------- pieces
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM that came since; they do nothing else meanwhile."""
+    received: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _runtime_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="trtspec-serve-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lay_out(runtime: Path, plan: Plan, installation: Installation) -> None:
+    """Write the repository, and a backend folder of links: the stub is searched beside the backend."""
+    for name, content in plan.files.items():
+        path = runtime / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    backend = runtime / "backends" / "python"
+    backend.mkdir(parents=True)
+    for path in (*installation.backend.iterdir(), installation.stub):
+        if path.is_file():
+            (backend / path.name).symlink_to(path)
+
+
+def _shm_pattern(server_id: str) -> str:
+    return f"{_SHM}/{glob.escape(server_id)}*"
+
+
+def _get(address: tuple[str, int], path: str) -> bytes | None:
+    """The body of a 200 answer, else None."""
+    connection = http.client.HTTPConnection(*address, timeout=2.0)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read()
+        return body if response.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process that is no child of ours; its start time tells it from a later one with the same id."""
+
+    pid: int
+    start_ticks: str
+
+    def is_alive(self) -> bool:
+        fields = _stat(self.pid)
+        return fields is not None and fields[0] != "Z" and fields[19] == self.start_ticks
+
+
+def _find_stub(server_pid: int) -> _Process | None:
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        fields = _stat(int(name))
+        if fields is not None and int(fields[1]) == server_pid and fields[0] != "Z":
+            return _Process(int(name), fields[19])
+    return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command's name: state, parent, ..., start time (index 19)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return text.rsplit(")", 1)[1].split()

@@ -1,0 +1,286 @@
+"""What travels between client and model: the tensors, and what each of them means.
+
+Names, types and meanings are those of NVIDIA's Triton model for TensorRT-LLM's LLM API
+(``triton_backend/all_models/llmapi``), so that a client written for that server works here unchanged.
+Meanings that are easy to get wrong, and are the same there:
+
+* ``text_output`` of a streaming answer is *all* text so far, not the new piece. The request parameter
+  ``text_delta`` (true) asks for the new piece instead; it is this server's own, as generic SSE clients
+  expect pieces.
+* ``sampling_param_exclude_input_from_output`` is false unless sent: then an answer that is not streamed
+  begins with the prompt. A streamed one never does.
+* Without temperature, top_k and top_p decoding is greedy.
+* ``text_input`` is the prompt as it is: no chat template is applied.
+
+What this server cannot do is refused, never ignored. This module knows neither numpy nor Triton: it
+works on lists of Python values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trtspec.engine import Sampling
+from trtspec.errors import InputError, Problem
+
+DataType = Literal["STRING", "BOOL", "INT32", "INT64", "UINT64", "FP32"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """``dims`` -1 is any length; Triton's config.pbtxt says the same with a ``TYPE_`` prefix."""
+
+    name: str
+    data_type: DataType
+    dims: int = 1
+    optional: bool = True
+
+
+INPUTS = (
+    TensorSpec("text_input", "STRING", -1, optional=False),
+    TensorSpec("streaming", "BOOL"),
+    TensorSpec("sampling_param_best_of", "INT32"),
+    TensorSpec("sampling_param_temperature", "FP32"),
+    TensorSpec("sampling_param_top_k", "INT32"),
+    TensorSpec("sampling_param_top_p", "FP32"),
+    TensorSpec("sampling_param_frequency_penalty", "FP32"),
+    TensorSpec("sampling_param_presence_penalty", "FP32"),
+    TensorSpec("sampling_param_max_tokens", "INT32"),
+    TensorSpec("sampling_param_stop", "STRING", -1),
+    TensorSpec("sampling_param_seed", "UINT64"),
+    TensorSpec("sampling_param_exclude_input_from_output", "BOOL"),
+    TensorSpec("sampling_param_return_perf_metrics", "BOOL"),
+    TensorSpec("return_finish_reason", "BOOL"),
+    TensorSpec("return_stop_reason", "BOOL"),
+    TensorSpec("return_cumulative_logprob", "BOOL"),
+    TensorSpec("stop", "BOOL"),
+)
+
+OUTPUTS = (
+    TensorSpec("text_output", "STRING", -1),
+    TensorSpec("finish_reason", "STRING", -1),
+    TensorSpec("stop_reason", "STRING", -1),
+    TensorSpec("cumulative_logprob", "FP32", -1),
+    TensorSpec("kv_cache_reused_block", "INT32", -1),
+    TensorSpec("kv_cache_missed_block", "INT32", -1),
+    TensorSpec("kv_cache_alloc_new_blocks", "INT32", -1),
+    TensorSpec("kv_cache_alloc_total_blocks", "INT32", -1),
+    TensorSpec("kv_cache_hit_rate", "FP32", -1),
+    TensorSpec("arrival_time_ns", "INT64"),
+    TensorSpec("first_scheduled_time_ns", "INT64"),
+    TensorSpec("first_token_time_ns", "INT64"),
+    TensorSpec("last_token_time_ns", "INT64"),
+    TensorSpec("acceptance_rate", "FP32"),
+    TensorSpec("total_accepted_draft_tokens", "INT32"),
+    TensorSpec("total_draft_tokens", "INT32"),
+    # Beyond NVIDIA's model (the first two under the names that its C++ backend gives them):
+    TensorSpec("num_input_tokens", "INT32"),
+    TensorSpec("num_output_tokens", "INT32"),
+    TensorSpec("acceptance_length", "FP32"),
+)
+
+NEVER_SENT = frozenset(
+    {
+        "cumulative_logprob",
+        "kv_cache_reused_block",
+        "kv_cache_missed_block",
+        "kv_cache_alloc_new_blocks",
+        "kv_cache_alloc_total_blocks",
+        "kv_cache_hit_rate",
+        "first_scheduled_time_ns",
+    }
+)
+"""Declared, so that a client may name them, but not measured per request by the embedded engine."""
+
+TEXT_DELTA = "text_delta"
+
+
+@dataclass(frozen=True)
+class Generate:
+    """One request to generate, as a client means it."""
+
+    prompt: str
+    max_tokens: int | None = None
+    """None: the server's default, cut to the room left."""
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    """None: a fresh one."""
+    stop: tuple[str, ...] = ()
+    streaming: bool = False
+    text_delta: bool = False
+    exclude_input: bool = False
+    return_perf_metrics: bool = False
+    return_finish_reason: bool = False
+    return_stop_reason: bool = False
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        """The law to sample from, with the defaults of the LLM API."""
+        asked = (self.top_k is not None and self.top_k != 1) or (self.top_p is not None and self.top_p > 0)
+        temperature = self.temperature
+        if temperature is None:
+            temperature = 1.0 if asked else 0.0
+        if self.top_k == 1 or self.top_p == 0:
+            temperature = 0.0
+        return Sampling(
+            temperature=temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p in (None, 0) else float(self.top_p or 1.0),
+            seed=fresh_seed if self.seed is None else self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Cancel the requests that were sent with this one's request id."""
+
+
+def parse(
+    inputs: Mapping[str, Sequence[Any]], parameters: Mapping[str, Any] | None = None
+) -> Generate | Stop:
+    """What a client asked for.
+
+    ``inputs`` maps the name of each tensor that was sent to its flattened values (strings as bytes),
+    ``parameters`` are Triton's request parameters. Raises InputError with every problem.
+    """
+    reader = _Reader(inputs)
+    if reader.flag("stop"):
+        reader.finish()
+        return Stop()
+    prompt = reader.prompt()
+    temperature = reader.number("sampling_param_temperature", low=0.0)
+    top_p = reader.number("sampling_param_top_p", low=0.0, high=1.0)
+    top_k = reader.integer("sampling_param_top_k", low=0)
+    max_tokens = reader.integer("sampling_param_max_tokens", low=1)
+    seed = reader.integer("sampling_param_seed", low=0)
+    stop = reader.strings("sampling_param_stop")
+    if reader.integer("sampling_param_best_of", low=1) not in (None, 1):
+        reader.refuse("sampling_param_best_of", "only 1 is supported; send the request several times")
+    for name in ("sampling_param_frequency_penalty", "sampling_param_presence_penalty"):
+        if reader.number(name) not in (None, 0.0):
+            reader.refuse(name, "penalties are not supported by this engine; leave it out or send 0")
+    if reader.flag("return_cumulative_logprob"):
+        reader.refuse("return_cumulative_logprob", "not supported by this engine; leave it out")
+    delta = (parameters or {}).get(TEXT_DELTA, False)
+    if not isinstance(delta, bool):
+        reader.refuse(TEXT_DELTA, f"{delta!r} is neither true nor false")
+    request = Generate(
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        streaming=reader.flag("streaming"),
+        text_delta=delta is True,
+        exclude_input=reader.flag("sampling_param_exclude_input_from_output"),
+        return_perf_metrics=reader.flag("sampling_param_return_perf_metrics"),
+        return_finish_reason=reader.flag("return_finish_reason"),
+        return_stop_reason=reader.flag("return_stop_reason"),
+    )
+    reader.finish()
+    return request
+
+
+def tensors(request: Generate) -> dict[str, list[Any]]:
+    """The inputs that ask for ``request``; what equals the default is left out (the inverse of parse)."""
+    values: dict[str, list[Any]] = {"text_input": [request.prompt.encode()]}
+    for name, value in (
+        ("sampling_param_max_tokens", request.max_tokens),
+        ("sampling_param_temperature", request.temperature),
+        ("sampling_param_top_k", request.top_k),
+        ("sampling_param_top_p", request.top_p),
+        ("sampling_param_seed", request.seed),
+    ):
+        if value is not None:
+            values[name] = [value]
+    if request.stop:
+        values["sampling_param_stop"] = [stop.encode() for stop in request.stop]
+    for name, flag in (
+        ("streaming", request.streaming),
+        ("sampling_param_exclude_input_from_output", request.exclude_input),
+        ("sampling_param_return_perf_metrics", request.return_perf_metrics),
+        ("return_finish_reason", request.return_finish_reason),
+        ("return_stop_reason", request.return_stop_reason),
+    ):
+        if flag:
+            values[name] = [True]
+    return values
+
+
+class _Reader:
+    """Reads values and collects what is wrong with them."""
+
+    def __init__(self, inputs: Mapping[str, Sequence[Any]]) -> None:
+        self._inputs = inputs
+        self._problems: list[Problem] = []
+
+    def refuse(self, name: str, message: str) -> None:
+        self._problems.append(Problem(message, key=name))
+
+    def finish(self) -> None:
+        if self._problems:
+            raise InputError(self._problems)
+
+    def flag(self, name: str) -> bool:
+        return bool(self._one(name))
+
+    def integer(self, name: str, low: int) -> int | None:
+        value = self._one(name)
+        if value is None:
+            return None
+        if int(value) < low:
+            self.refuse(name, f"{int(value)} is too small; at least {low}")
+        return int(value)
+
+    def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
+        value = self._one(name)
+        if value is None:
+            return None
+        number = float(value)
+        if not math.isfinite(number):
+            self.refuse(name, f"{number} is not a number to use")
+        elif low is not None and number < low:
+            self.refuse(name, f"{number:g} is too small; at least {low:g}")
+        elif high is not None and number > high:
+            self.refuse(name, f"{number:g} is too large; at most {high:g}")
+        return number
+
+    def prompt(self) -> str:
+        values = self._inputs.get("text_input")
+        if values is None:
+            self.refuse("text_input", "missing; send the prompt as one string")
+            return ""
+        if len(values) != 1:
+            self.refuse("text_input", f"{len(values)} prompts; send exactly one in a request")
+            return ""
+        return self._text("text_input", values[0])
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        texts = tuple(self._text(name, value) for value in self._inputs.get(name, ()))
+        if "" in texts and not self._problems:
+            self.refuse(name, "an empty stop string would stop before the first character; leave it out")
+        return texts
+
+    def _one(self, name: str) -> Any:
+        values = self._inputs.get(name)
+        if values is None:
+            return None
+        if len(values) != 1:
+            self.refuse(name, f"{len(values)} values; send exactly one")
+            return None
+        return values[0]
+
+    def _text(self, name: str, value: bytes | str) -> str:
+        if isinstance(value, str):
+            return value
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.refuse(name, f"not valid UTF-8 at byte {error.start}")
+            return ""
