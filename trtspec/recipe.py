@@ -72,7 +72,7 @@ class EmbeddedBackend(_Mapping):
     kind: Literal["embedded"]
     """trtspec's own torch engine: any machine, no GPU needed."""
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Of the computation and of unquantized weights."""
+    """Number format of the computation and of unquantized weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the engine runs. Never changed silently: ``cuda`` without a GPU is an error."""
     page_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -91,7 +91,7 @@ class TensorrtBackend(_Mapping):
     version: Annotated[str, Field(min_length=1, max_length=100)] = ">=0.17,<=1.2.1"
     """TensorRT-LLM versions that this recipe is for: comparisons separated by commas."""
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    """Of activations and of unquantized weights."""
+    """Number format of activations and of unquantized weights."""
     paged_context_fmha: bool = True
     """Paged attention kernel for prompts; KV reuse, chunked context and most drafting need it."""
     multiple_profiles: bool = False
@@ -106,7 +106,7 @@ class PytorchBackend(_Mapping):
     version: Annotated[str, Field(min_length=1, max_length=100)] = ">=1.0,<1.5"
     """TensorRT-LLM versions that this recipe is for: comparisons separated by commas."""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """Of activations and of unquantized weights; auto: the checkpoint's."""
+    """Number format of activations and of unquantized weights; auto: the checkpoint's."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs."""
     overlap_scheduler: bool | None = None
@@ -131,7 +131,7 @@ class Calibration(_Mapping):
     max_tokens: Annotated[int, Field(ge=16, le=131_072)] = 512
     """Length of one calibration row, in tokens."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Of the choice of texts."""
+    """Seed of the choice of texts."""
 
 
 class _Quantization(_Mapping):
@@ -255,7 +255,7 @@ class DraftModelSpeculation(_Mapping):
     num_draft_tokens: Annotated[int, Field(ge=1, le=32)] = 4
     """Tokens drafted per step."""
     quantization: Quantization = NoQuantization(kind="none")
-    """The draft's own."""
+    """Format of the draft's weights, activations and KV cache."""
 
 
 class MedusaSpeculation(_Mapping):
@@ -268,7 +268,7 @@ class MedusaSpeculation(_Mapping):
     choices: TreePaths | None = None
     """Tree paths (``[0]``, ``[0, 1]`` ...); null: the default tree for the number of heads."""
     quantization: HeadsFormat = "none"
-    """The heads' own."""
+    """Format of the heads' weights."""
 
 
 class EagleSpeculation(_Mapping):
@@ -287,7 +287,7 @@ class EagleSpeculation(_Mapping):
     num_draft_tokens: Annotated[int, Field(ge=1, le=255)] = 31
     """Nodes kept for verification."""
     quantization: HeadsFormat = "none"
-    """The head's own."""
+    """Format of the head's weights."""
 
 
 class Eagle3Speculation(_Mapping):
@@ -304,7 +304,7 @@ class Eagle3Speculation(_Mapping):
     depth: Annotated[int, Field(ge=1, le=16)] | None = None
     """Depth of the tree; null: num_draft_tokens (a chain)."""
     quantization: HeadsFormat = "none"
-    """The head's own."""
+    """Format of the head's weights."""
 
 
 Speculation = Annotated[
@@ -386,11 +386,11 @@ class Serving(_Mapping):
     host: Annotated[str, Field(pattern=HOST_PATTERN)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 opens the server to the network."""
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """Of the HTTP endpoint."""
+    """Port of the HTTP endpoint."""
     grpc_port: Annotated[int, Field(ge=1, le=65535)] = 8001
-    """Of the gRPC endpoint."""
+    """Port of the gRPC endpoint."""
     metrics_port: Annotated[int, Field(ge=1, le=65535)] = 8002
-    """Of the Prometheus metrics."""
+    """Port of the Prometheus metrics."""
     max_queue_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256
     """Requests waiting beyond the batch before new ones are refused."""
     default_max_tokens: TokenCount = 64

@@ -97,7 +97,13 @@ def recipe_digest(recipe: Recipe) -> str:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as YAML, every key written out; :func:`parse_recipe` gives an equal recipe back."""
-    return dump_plain(_kind_first(recipe.model_dump(mode="json")))
+    return dump_plain(plain_recipe(recipe))
+
+
+def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain data (what YAML and JSON have), ``kind`` first in each mapping."""
+    plain: dict[str, Any] = _kind_first(recipe.model_dump(mode="json"))
+    return plain
 
 
 def _kind_first(data: Any) -> Any:
@@ -288,7 +294,10 @@ def found(value: Any) -> str:
 def allowed(schema: dict[str, Any]) -> str:
     """What ``schema`` allows, in words."""
     schema, nullable = _without_null(schema)
-    return _allowed(resolve(schema)) + (", or null" if nullable else "")
+    words = _allowed(resolve(schema))
+    if not nullable:
+        return words
+    return "true, false or null" if words == "true or false" else f"{words}, or null"
 
 
 def _allowed(schema: dict[str, Any]) -> str:

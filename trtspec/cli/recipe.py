@@ -1,0 +1,251 @@
+"""``trtspec init``, ``lint`` and ``schema``: writing and checking recipes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtspec.cli.output import json_option, print_json, problem_fields
+from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+from trtspec.recipe_docs import markdown, starter
+from trtspec.recipe_file import (
+    Lint,
+    json_schema,
+    lint_content,
+    plain_recipe,
+    recipe_digest,
+    variants,
+)
+from trtspec.recipe_file import lint as lint_file
+from trtspec.recipe_rules import RULES
+
+_SECTIONS = json_schema()["properties"]
+
+
+def _kinds(section: str) -> list[str]:
+    return list(variants(_SECTIONS[section]))
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    """Put ``text`` into ``path`` whole or not at all. Raises InputError when it cannot, or when ``path``
+    exists and ``force`` is not given (checked by the file system, so that two writers cannot both win)."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise InputError(
+            Problem(f"cannot be written ({error.strerror}); check the folder", str(path))
+        ) from error
+    try:
+        with open(descriptor, "w", encoding="utf-8", newline="\n") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        if force:
+            os.replace(name, path)
+        else:
+            os.link(name, path)
+            os.unlink(name)
+    except FileExistsError:
+        os.unlink(name)
+        raise InputError(Problem("exists; choose another name, or --force to overwrite", str(path))) from None
+    except OSError as error:
+        os.unlink(name)
+        raise InputError(Problem(f"cannot be written ({error.strerror})", str(path))) from error
+
+
+# --------------------------------------------------------------------------- init
+
+
+@click.command()
+@click.option("--name", help="Names engines/NAME; default: from the model.")
+@click.option(
+    "--model", default="sample:smollm2-135m-instruct", show_default=True, help="Folder, sample or hub id."
+)
+@click.option("--backend", type=click.Choice(_kinds("backend")), default="embedded", show_default=True)
+@click.option("--quantization", type=click.Choice(_kinds("quantization")), default="fp8", show_default=True)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["none", "fp8", "int8", "nvfp4"]),
+    default="fp8",
+    show_default=True,
+    help="Format of the KV cache.",
+)
+@click.option("--speculation", type=click.Choice(_kinds("speculation")), default="ngram", show_default=True)
+@click.option("--draft-model", help="With draft_model: its folder, sample or hub id.")
+@click.option("--heads", help="With medusa, eagle and eagle3: folder or hub id of the heads.")
+@click.option("-o", "--output", help="File to write; - for stdout. Default: NAME.yaml.")
+@click.option("--force", is_flag=True, help="Overwrite the file.")
+@json_option
+def init(
+    name: str | None,
+    model: str,
+    backend: str,
+    quantization: str,
+    kv_cache: str,
+    speculation: str,
+    draft_model: str | None,
+    heads: str | None,
+    output: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write a starter recipe, every key explained.
+
+    The recipe is checked before it is written, so what init writes, lint accepts.
+    """
+    drafting: dict[str, Any] = {"kind": speculation}
+    if speculation == "draft_model":
+        drafting["model"] = {"source": draft_model or _needed("--draft-model", speculation)}
+    elif draft_model is not None:
+        raise click.UsageError(f"--draft-model goes with --speculation draft_model, not {speculation}")
+    if speculation in ("medusa", "eagle", "eagle3"):
+        drafting["heads"] = heads or _needed("--heads", speculation)
+    elif heads is not None:
+        raise click.UsageError(f"--heads goes with --speculation medusa, eagle or eagle3, not {speculation}")
+    data = {
+        "version": 1,
+        "name": name if name is not None else _name_for(model, quantization, speculation),
+        "model": {"source": model},
+        "backend": {"kind": backend},
+        "quantization": {"kind": quantization, "kv_cache": kv_cache},
+        "speculation": drafting,
+    }
+    checked = lint_content(json.dumps(data), "recipe")
+    if checked.recipe is None:
+        # The file does not exist yet, so its lines mean nothing.
+        raise InputError([Problem(problem.message, key=problem.key) for problem in checked.errors])
+    text = starter(plain_recipe(checked.recipe))
+    if output == "-":
+        if as_json:
+            raise click.UsageError("--json and -o - both want stdout; choose one")
+        click.echo(text, nl=False)
+        return
+    path = Path(output if output is not None else f"{checked.recipe.name}.yaml")
+    _write(path, text, force=force)
+    warnings = lint_file(path).warnings
+    if as_json:
+        listed = [problem_fields(problem) for problem in warnings]
+        print_json("init", {"file": str(path), "name": checked.recipe.name, "warnings": listed})
+        return
+    for problem in warnings:
+        click.echo(_warning_line(problem))
+    click.echo(f"wrote {path}; next: trtspec build {path}")
+
+
+def _needed(flag: str, speculation: str) -> str:
+    raise click.UsageError(f"--speculation {speculation} needs {flag}")
+
+
+def _name_for(model: str, quantization: str, speculation: str) -> str:
+    base = re.sub(r"[^a-z0-9._-]+", "-", model.removeprefix("sample:").rstrip("/").rsplit("/", 1)[-1].lower())
+    parts = [base.strip("-._") or "model"]
+    parts += [part for part in (quantization, speculation) if part != "none"]
+    return "-".join(parts).replace("_", "-")[:63]
+
+
+# --------------------------------------------------------------------------- lint
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path())
+@click.option("--explain", metavar="RULE", help="Print why a rule exists and exit.")
+@json_option
+@click.pass_context
+def lint(ctx: click.Context, files: tuple[str, ...], explain: str | None, as_json: bool) -> None:
+    """Check recipes; report every problem with line and key.
+
+    Needs neither the network nor the model. Exit code 2 if a file has an error; warnings do not fail.
+    """
+    if explain is not None:
+        _explain(explain, as_json)
+        return
+    if not files:
+        raise click.UsageError("no file given; for example: trtspec lint recipes/*.yaml")
+    results = [lint_file(file) for file in files]
+    if as_json:
+        print_json("lint", {"files": [_lint_fields(result) for result in results]})
+    else:
+        _print_lint(results)
+    if any(result.errors for result in results):
+        ctx.exit(EXIT_BAD_INPUT)
+
+
+def _lint_fields(result: Lint) -> dict[str, Any]:
+    recipe = result.recipe
+    return {
+        "file": result.file,
+        "ok": recipe is not None,
+        "name": recipe.name if recipe else None,
+        "digest": recipe_digest(recipe) if recipe else None,
+        "errors": [problem_fields(problem) for problem in result.errors],
+        "warnings": [problem_fields(problem) for problem in result.warnings],
+    }
+
+
+def _print_lint(results: list[Lint]) -> None:
+    for result in results:
+        for problem in result.errors:
+            click.echo(click.style(str(problem), fg="red"))
+        for problem in result.warnings:
+            click.echo(_warning_line(problem))
+        if not result.errors and not result.warnings:
+            click.echo(f"{result.file}: {click.style('ok', fg='green')}")
+    if len(results) > 1:
+        bad = sum(bool(result.errors) for result in results)
+        errors = sum(len(result.errors) for result in results)
+        warnings = sum(len(result.warnings) for result in results)
+        click.echo(
+            f"{len(results)} recipes: {len(results) - bad} valid, {bad} not "
+            f"({_count(errors, 'error')}, {_count(warnings, 'warning')})"
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _warning_line(problem: Problem) -> str:
+    marked = Problem(f"{problem.message}", problem.file, problem.line, f"warning: {problem.key or 'file'}")
+    return click.style(str(marked), fg="yellow")
+
+
+def _explain(name: str, as_json: bool) -> None:
+    rule = RULES.get(name)
+    if rule is None:
+        close = difflib.get_close_matches(name, RULES, n=3, cutoff=0.4)
+        remedy = f"did you mean {' or '.join(close)}?" if close else f"there is: {', '.join(RULES)}"
+        raise InputError(f"no rule {name!r}; {remedy}")
+    if as_json:
+        fields = {"rule": rule.id, "severity": rule.severity, "reads": list(rule.reads), "why": rule.why}
+        print_json("lint-rule", fields)
+    else:
+        click.echo(f"{rule.id} ({rule.severity}; looks at {', '.join(rule.reads)})\n{rule.why}")
+
+
+# --------------------------------------------------------------------------- schema
+
+
+@click.command()
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print docs/recipes.md instead.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write (or overwrite).")
+def schema(as_markdown: bool, output: Path | None) -> None:
+    """Print the recipe's JSON Schema or its reference.
+
+    Editors complete and check recipes with it: put
+    `# yaml-language-server: $schema=recipe.schema.json` on the first line.
+    """
+    text = markdown() if as_markdown else json.dumps(json_schema(), indent=2) + "\n"
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _write(output, text, force=True)
