@@ -444,21 +444,16 @@ def open_embedded(recipe: Recipe, target_dir: Path, *, speculation: bool = True)
     dtype = getattr(torch, backend.dtype)
     torch.set_num_threads(backend.threads or default_threads())
     spec = read_modelspec(target_dir)
-    limits = recipe.limits
+    limits, kv_format = recipe.limits, recipe.quantization.kv_cache
+    problems = []
     if limits.max_seq_tokens > spec.max_positions:
-        raise InputError(
-            Problem(
-                f"{limits.max_seq_tokens} exceeds the model's {spec.max_positions} positions; lower it",
-                key="limits.max_seq_tokens",
-            )
-        )
-    kv_format = recipe.quantization.kv_cache
+        found = f"{limits.max_seq_tokens} exceeds the model's {spec.max_positions} positions; lower it"
+        problems.append(Problem(found, key="limits.max_seq_tokens"))
     if kv_format == "nvfp4":
-        raise InputError(
-            Problem(
-                "nvfp4 is not run by the embedded backend; use none, fp8 or int8", key="quantization.kv_cache"
-            )
-        )
+        found = "nvfp4 is not run by the embedded backend; use none, fp8 or int8"
+        problems.append(Problem(found, key="quantization.kv_cache"))
+    if problems or kv_format == "nvfp4":  # the second half tells the type checker what is left
+        raise InputError(problems)
     page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
     num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)
     check_memory(num_pages * page_bytes, estimated_weight_bytes(target_dir, dtype), limits, device)
