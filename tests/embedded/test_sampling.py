@@ -83,6 +83,15 @@ class TestTargetLaw:
         assert full[kept].sum() >= top_p - 1e-12
         assert size == 1 or full[kept[:-1]].sum() < top_p + 1e-12
 
+    def test_a_top_p_that_rounding_puts_out_of_reach_keeps_every_token(self) -> None:
+        out_of_reach = 0
+        for seed in range(40):
+            logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed))
+            out_of_reach += float(TargetLaw(logits, Sampling(1.0)).probs(0).sum()) < BELOW_ONE
+            probs = TargetLaw(logits, Sampling(1.0, top_p=BELOW_ONE)).probs(0)
+            assert int((probs > 0.0).sum()) >= 2999
+        assert out_of_reach > 0
+
     def test_smallest_set_that_reaches_top_p(self) -> None:
         # Mass .5 is reached by two of four equal tokens: the two of lowest id, not three.
         assert law([1.0] * 4, Sampling(1.0, top_p=0.5)) == [0.5, 0.5, 0.0, 0.0]

@@ -91,10 +91,7 @@ def rejection(draft: Draft, law: TargetLaw, draw: Draw) -> Accepted:
             mass = float(residual.sum())
             if mass > 0.0:
                 p = residual / mass
-            elif p_x > 0.0:
-                # p and q differ by rounding alone: there is nothing to reject to.
-                follower = node
-                break
+            # Else p and q differ by rounding alone, or x had no mass in p: what follows a rejection is p.
             tried.append(x)
         if follower is None:
             return Accepted(path_to(draft, row - 1), draw(p))
