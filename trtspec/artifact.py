@@ -379,3 +379,38 @@ def file_problems(
         if name not in known and name.split("/")[0] in (TARGET_DIR, BASELINE_DIR):
             report(name, "added after the engine was sealed")
     return problems
+
+
+# --------------------------------------------------------------------------- listing
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """One folder among the built engines; ``artifact`` is None unless its state is sealed."""
+
+    folder: Path
+    state: Literal["sealed", "unfinished", "damaged"]
+    artifact: Artifact | None = None
+    problem: str = ""
+
+
+def list_artifacts(engines_dir: Path) -> list[EngineEntry]:
+    """Every engine in ``engines_dir`` by name, unfinished and damaged ones too; no other folders."""
+    entries = []
+    for folder in sorted(engines_dir.iterdir()) if engines_dir.is_dir() else []:
+        if not folder.is_dir() or folder.name.startswith("."):
+            if folder.name.startswith(".") and folder.name.endswith(".building"):
+                message = (
+                    f"a build that runs or was interrupted; finish it with trtspec build ({folder.name})"
+                )
+                name = folder.name[1 : -len(".building")]
+                entries.append(EngineEntry(engines_dir / name, "unfinished", problem=message))
+            continue
+        try:
+            entries.append(EngineEntry(folder, "sealed", open_artifact(folder)))
+        except InputError as error:
+            if (folder / MANIFEST_FILE).exists():
+                entries.append(EngineEntry(folder, "damaged", problem=str(error.problems[0])))
+            elif (folder / RECIPE_FILE).exists():
+                entries.append(EngineEntry(folder, "unfinished", problem=str(error.problems[0])))
+    return entries

@@ -30,6 +30,9 @@ _LOG_FILE = ".build.log"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
+# Two spinning OpenMP threads on a shared machine can be 15 times slower than two that wait.
+CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
 OnProgress = Callable[[process.Progress], None]
 
 
@@ -340,9 +343,7 @@ def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
         if progress is not None:
             on_progress(progress)
 
-    # Two spinning OpenMP threads on a shared machine can be 15 times slower than two that wait.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    process.run(step.argv, env=environment, log=plan.work / _LOG_FILE, on_line=on_line)
+    process.run(step.argv, env=CHILD_ENVIRONMENT, log=plan.work / _LOG_FILE, on_line=on_line)
 
 
 def _check_target(plan: Plan) -> None:

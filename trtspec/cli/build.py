@@ -1,0 +1,352 @@
+"""``trtspec build``, ``quantize``, ``list`` and ``inspect``: making engines and looking at them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtspec.cli.output import Progress, human_bytes, human_seconds, json_option, print_json, problem_fields
+from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+
+if TYPE_CHECKING:
+    from trtspec.artifact import Artifact
+    from trtspec.plan import Plan
+    from trtspec.process import Progress as ChildProgress
+
+_FOLDER = click.Path(path_type=Path)
+
+engines_dir_option = click.option(
+    "-o",
+    "--engines-dir",
+    type=_FOLDER,
+    default=Path("engines"),
+    show_default=True,
+    help="Where engines are kept.",
+)
+
+
+# --------------------------------------------------------------------------- build
+
+
+@click.command()
+@click.argument("recipe", type=_FOLDER)
+@engines_dir_option
+@click.option("--dry-run", is_flag=True, help="Print the steps with their commands; do nothing.")
+@click.option("--force", is_flag=True, help="Do every step again.")
+@click.option(
+    "--check", is_flag=True, help="Read an existing engine's files instead of trusting their sizes."
+)
+@json_option
+def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bool, as_json: bool) -> None:
+    """Build a recipe's engine into engines/NAME.
+
+    Only what changed is done again. A build that was interrupted goes on where it stopped; an engine that is
+    there is replaced only when the new one is complete.
+    """
+    from trtspec import build as building
+    from trtspec.plan import make_plan
+
+    if dry_run:
+        plan = make_plan(recipe, engines_dir)
+        print_json("build", _plan_fields(plan)) if as_json else _print_plan(plan)
+        return
+    with Progress(quiet=as_json) as progress:
+        built = building.build(
+            recipe,
+            engines_dir,
+            force=force,
+            check=check,
+            say=progress.say,
+            on_progress=lambda child: progress(child.step, child.done, child.total),
+        )
+    if as_json:
+        fields = {
+            "engine": str(built.folder),
+            "up_to_date": built.up_to_date,
+            "reused": list(built.reused),
+            "seconds": round(built.seconds, 3),
+            "manifest": built.manifest.model_dump(mode="json", by_alias=True),
+        }
+        print_json("build", fields)
+    elif built.up_to_date:
+        click.echo(f"{built.folder} is up to date")
+    else:
+        size = sum(record.size for record in built.manifest.files.values())
+        reused = f", {', '.join(built.reused)} re-used" if built.reused else ""
+        click.echo(f"{built.folder}: {human_bytes(size)}, built in {human_seconds(built.seconds)}{reused}")
+
+
+def _plan_fields(plan: Plan) -> dict[str, Any]:
+    steps = [
+        {
+            "name": step.name,
+            "what": step.what,
+            "argv": list(step.argv),
+            "digest": step.digest,
+            "output": None if step.output is None else str(step.output),
+        }
+        for step in plan.steps
+    ]
+    return {"dry_run": True, "engine": str(plan.folder), "work": str(plan.work), "steps": steps}
+
+
+def _print_plan(plan: Plan) -> None:
+    for step in plan.steps:
+        click.echo(f"{step.name}: {step.what}")
+        click.echo(f"    $ {shlex.join(step.argv)}" if step.argv else "    (done by trtspec build itself)")
+    click.echo(f"then seal {plan.work} and rename it to {plan.folder}")
+
+
+# --------------------------------------------------------------------------- quantize
+
+
+@click.command()
+@click.option("--model", "source", required=True, help="Checkpoint folder, sample:NAME or hub id.")
+@click.option("--format", "kind", required=True, help="none, fp8, w4a16_awq, w4a8_awq, w8a8_sq or nvfp4.")
+@click.option("-o", "--output", required=True, type=_FOLDER, help="Folder to write; must not exist.")
+@click.option("--group-size", type=int, help="Weights that share a scale, for the 4-bit AWQ formats.")
+@click.option("--alpha", type=float, help="SmoothQuant's share of the range that moves into the weights.")
+@click.option("--kv-cache", default="none", show_default=True, help="none, fp8, int8 or nvfp4.")
+@click.option("--lm-head", is_flag=True, help="Quantize the output projection too.")
+@click.option("--exclude", multiple=True, help="Modules to leave in 16 bit (glob pattern; may be repeated).")
+@click.option(
+    "--calibration", help="JSONL file with text or messages; default: texts that ship with trtspec."
+)
+@click.option("--num-samples", type=int, help="Calibration texts.")
+@click.option("--max-tokens", type=int, help="Tokens of one calibration row.")
+@click.option("--seed", type=int, help="Which texts are chosen.")
+@json_option
+def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
+    """Quantize a checkpoint with ModelOpt, without a recipe.
+
+    The output is a Hugging Face folder (ModelOpt unified export) with the tokenizer and a
+    quantization_report.json.
+    """
+    from trtspec import process
+    from trtspec.build import CHILD_ENVIRONMENT
+    from trtspec.modelspec import resolve_model
+
+    quantization = _quantization_json(options)
+    folder = resolve_model(source, Path.cwd(), None)
+    argv = [sys.executable, "-m", "trtspec.quantize", "--model", str(folder), "--out", str(output)]
+    lines: list[str] = []
+    with Progress(quiet=as_json) as progress:
+
+        def on_line(line: str) -> None:
+            child: ChildProgress | None = process.parse_progress(line)
+            if child is not None:
+                progress(child.step, child.done, child.total)
+            else:
+                lines.append(line)
+
+        process.run([*argv, "--quantization", quantization], env=CHILD_ENVIRONMENT, on_line=on_line)
+    from trtspec.quantize.report import read_report
+
+    report = read_report(output)
+    if as_json:
+        print_json("quantize", {"output": str(output), "report": json.loads(report.to_json())})
+    else:
+        click.echo(report.summary())
+        click.echo(output)
+
+
+def _quantization_json(options: dict[str, Any]) -> str:
+    """The options as a recipe's ``quantization`` mapping; InputError names the option."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from trtspec.recipe import Quantization
+
+    names = {"calibration": "data", "num_samples": "num_samples", "max_tokens": "max_tokens", "seed": "seed"}
+    given = {name: value for name, value in options.items() if value not in (None, False, ())}
+    calibration = {key: given.pop(option) for option, key in names.items() if option in given}
+    if "data" in calibration:
+        calibration["data"] = str(Path(calibration["data"]).resolve())
+    value = {**given, **({"calibration": calibration} if calibration else {})}
+    try:
+        # From JSON: the schema is strict, but its tuples are lists there.
+        quantization: Any = TypeAdapter(Quantization).validate_json(json.dumps(value))
+    except ValidationError as error:
+        options_of = {"kind": "--format", "data": "--calibration"}
+        problems = []
+        for item in error.errors():
+            key = str(item["loc"][-1]) if item["loc"] else "kind"
+            option = options_of.get(key, "--" + key.replace("_", "-"))
+            what = "does not exist for this format" if item["type"] == "extra_forbidden" else item["msg"]
+            problems.append(Problem(f"{option}: {what}"))
+        raise InputError(problems) from None
+    return json.dumps(quantization.model_dump(mode="json"))
+
+
+# --------------------------------------------------------------------------- list, inspect
+
+
+@click.command("list")
+@engines_dir_option
+@json_option
+def list_engines(engines_dir: Path, as_json: bool) -> None:
+    """List built engines: state, size, age and what their recipes say."""
+    from trtspec.artifact import list_artifacts
+
+    entries = list_artifacts(engines_dir)
+    if as_json:
+        listed = [
+            {
+                "engine": str(entry.folder),
+                "state": entry.state,
+                "size_bytes": entry.artifact.size_bytes if entry.artifact else None,
+                "created": entry.artifact.manifest.created if entry.artifact else None,
+                "recipe": _summary(entry.artifact) if entry.artifact else None,
+                "problem": entry.problem or None,
+            }
+            for entry in entries
+        ]
+        print_json("list", {"engines_dir": str(engines_dir), "engines": listed})
+        return
+    if not entries:
+        click.echo(f"no engines in {engines_dir}; make one with: trtspec build RECIPE")
+        return
+    rows = [
+        (
+            entry.folder.name,
+            entry.state,
+            human_bytes(entry.artifact.size_bytes) if entry.artifact else "",
+            _age(entry.artifact.manifest.created) if entry.artifact else "",
+            _summary(entry.artifact) if entry.artifact else entry.problem,
+        )
+        for entry in entries
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[4]]).rstrip())
+
+
+def _summary(artifact: Artifact) -> str:
+    """``embedded bfloat16, w4a16_awq (groups of 64), KV cache fp8, ngram``"""
+    from trtspec.plan import describe_quantization
+
+    recipe = artifact.recipe
+    drafting = "no speculation" if recipe.speculation.kind == "none" else recipe.speculation.kind
+    backend = f"{recipe.backend.kind} {recipe.backend.dtype}"
+    return ", ".join([backend, describe_quantization(recipe.quantization), drafting])
+
+
+def _age(created: str) -> str:
+    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return "just now"
+
+
+@click.command()
+@click.argument("engine", type=_FOLDER)
+@click.option("--check", is_flag=True, help="Read every file and compare it with its sealed hash.")
+@json_option
+def inspect(engine: Path, check: bool, as_json: bool) -> int:
+    """Show what an engine holds: recipe, sizes, quantization error by layer, digests, versions."""
+    from trtspec.artifact import file_problems, open_artifact, read_manifest
+
+    problems: list[Problem] = []
+    if check:
+        manifest = read_manifest(engine)
+        with Progress(quiet=as_json) as progress:
+            problems = file_problems(
+                engine,
+                manifest,
+                check_hashes=True,
+                progress=lambda done, total: progress("reading", done, total),
+            )
+        if problems and not as_json:
+            raise InputError(problems)
+    if problems:
+        fields = [problem_fields(problem) for problem in problems]
+        print_json("inspect", {"engine": str(engine), "state": "damaged", "problems": fields})
+        return EXIT_BAD_INPUT
+    artifact = open_artifact(engine)
+    quantization = _quantization_fields(artifact)
+    if as_json:
+        fields_ = {
+            "engine": str(engine),
+            "state": "sealed",
+            "hashes_checked": check,
+            "size_bytes": artifact.size_bytes,
+            "recipe": artifact.recipe.model_dump(mode="json"),
+            "quantization": quantization,
+            "manifest": artifact.manifest.model_dump(mode="json", by_alias=True),
+        }
+        print_json("inspect", fields_)
+        return 0
+    _print_inspection(artifact, quantization, check)
+    return 0
+
+
+def _quantization_fields(artifact: Artifact) -> dict[str, Any] | None:
+    """Sizes and per-layer error from the quantization report; None when nothing is quantized."""
+    from trtspec.artifact import REPORT_FILE
+
+    if not (artifact.target_dir / REPORT_FILE).is_file():
+        return None
+    from trtspec.quantize.report import read_report
+
+    report = read_report(artifact.target_dir)
+    measured = sorted((layer.sqnr_db, layer.module) for layer in report.layers if layer.sqnr_db is not None)
+    return {
+        "quant_algo": report.quant_algo,
+        "kv_cache_quant_algo": report.kv_cache_quant_algo,
+        "weight_bytes_before": report.bytes_before,
+        "weight_bytes_after": report.bytes_after,
+        "layers": len(report.layers),
+        "sqnr_db_median": measured[len(measured) // 2][0] if measured else None,
+        "sqnr_db_worst": [{"module": module, "sqnr_db": sqnr} for sqnr, module in measured[:3]],
+        "calibration_tokens": report.calibration.num_tokens,
+        "warnings": report.warnings,
+    }
+
+
+def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, checked: bool) -> None:
+    manifest, recipe = artifact.manifest, artifact.recipe
+    files = manifest.files
+    sizes = {
+        part: sum(record.size for name, record in files.items() if name.startswith(f"{part}/"))
+        for part in ("target", "baseline")
+    }
+    rows = [
+        ("engine", f"{artifact.folder} (sealed{', every file read and unchanged' if checked else ''})"),
+        ("recipe", f"{recipe.name}: {_summary(artifact)}"),
+        ("model", f"{recipe.model.source} (built from {manifest.source.path})"),
+        (
+            "built",
+            f"{manifest.created} ({_age(manifest.created)}) on {manifest.machine.get('processor', '?')}",
+        ),
+        ("steps", ", ".join(f"{step.name} {human_seconds(step.seconds)}" for step in manifest.steps)),
+    ]
+    if sizes["target"]:
+        rows.append(("target", human_bytes(sizes["target"])))
+    rows.append(
+        ("baseline", human_bytes(sizes["baseline"]) + ("" if sizes["target"] else ", also the target"))
+    )
+    if quantization:
+        before, after = quantization["weight_bytes_before"], quantization["weight_bytes_after"]
+        rows.append(("weights", f"{human_bytes(before)} -> {human_bytes(after)} ({after / before:.0%})"))
+        if quantization["sqnr_db_worst"]:
+            worst = ", ".join(
+                f"{layer['module']} {layer['sqnr_db']:.1f}" for layer in quantization["sqnr_db_worst"]
+            )
+            median = f"median {quantization['sqnr_db_median']:.1f} over {quantization['layers']} layers"
+            rows.append(("SQNR dB", f"{median}, worst {worst}"))
+        rows += [("warning", warning) for warning in quantization["warnings"]]
+    rows += [
+        ("recipe digest", manifest.recipe_digest),
+        ("source digest", manifest.source.digest),
+        ("calibration", manifest.calibration_digest or "none"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())),
+    ]
+    for name, value in rows:
+        click.echo(f"{name:<14}{value}")
