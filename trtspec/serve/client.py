@@ -6,6 +6,7 @@ the server's stream state, and its shutdown then hangs.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,15 +79,23 @@ def stream(
     request = replace(request, streaming=True, return_finish_reason=True, return_stop_reason=True)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client = triton.InferenceServerClient(url)
-    finished = False
+    ended = False
     try:
         client.start_stream(
             callback=lambda result, error: answers.put((result, error)),
             headers={"triton_grpc_error": "true"},
         )
-        client.async_stream_infer(
-            model_name, _inputs(request), request_id=request_id, enable_empty_final_response=True
-        )
+        try:
+            client.async_stream_infer(
+                model_name, _inputs(request), request_id=request_id, enable_empty_final_response=True
+            )
+        except triton.InferenceServerException as failure:
+            # The stream broke before the request was sent; why is in the queue, or about to be.
+            ended = True
+            reason = None
+            with contextlib.suppress(queue.Empty):
+                reason = answers.get(timeout=5.0)[1]
+            raise _error(url, reason or failure) from None
         text, last = "", None
         while True:
             try:
@@ -94,6 +103,7 @@ def stream(
             except queue.Empty:
                 raise MissingError(f"{url}: no answer for {idle_timeout_s:g} s; gave up") from None
             if error is not None:
+                ended = True
                 raise _error(url, error)
             response = result.get_response()
             value = result.as_numpy("text_output")
@@ -106,11 +116,11 @@ def stream(
                     yield whole[len(text) :]
                 text = whole
             if response.parameters["triton_final_response"].bool_param:
-                finished = True
+                ended = True
                 break
         yield _finished(text, last)
     finally:
-        client.stop_stream(cancel_requests=not finished)
+        client.stop_stream(cancel_requests=not ended)
         client.close()
 
 
@@ -167,12 +177,12 @@ def _error(url: str, error: Any) -> TrtspecError:
     """A server's error as ours. Its status code says whose fault it is; an old server sends none."""
     status = (error.status() or "").removeprefix("StatusCode.")
     message = error.message() or str(error)
-    if status == "UNAVAILABLE" and (
-        "connect" in message or "Socket closed" in message or "GOAWAY" in message
-    ):
+    if status == "UNAVAILABLE" and "connect" in message:
         return MissingError(
             f"{url}: nothing answers there; start the server with trtspec serve, or check --url"
         )
+    if status == "UNAVAILABLE" and ("Socket closed" in message or "GOAWAY" in message):
+        return MissingError(f"{url}: the server went away before the answer was complete")
     if status in ("", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
         return InputError(Problem(message, file=url))
     return MissingError(f"{url}: {message}")

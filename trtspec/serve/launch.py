@@ -27,7 +27,7 @@ from types import FrameType
 from trtspec import process
 from trtspec.artifact import Artifact
 from trtspec.backends import gpu_backend_message
-from trtspec.errors import InputError, MissingError
+from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.recipe import EmbeddedBackend
 from trtspec.serve.preflight import Addresses, Installation, base_environment, check, find_installation
 from trtspec.serve.repository import render
@@ -38,7 +38,8 @@ START_TIMEOUT_S = 300.0
 _METRICS_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 _TAIL_BYTES = 20_000
-_TAIL_LINES = 25
+_TAIL_LINES = 12
+_LINE_CHARS = 200
 _SHM = "/dev/shm"
 
 
@@ -256,11 +257,13 @@ class _Supervisor:
             "stop what uses it or give --metrics-port"
         )
 
-    def _start_failure(self) -> Exception:
+    def _start_failure(self) -> TrtspecError:
         text = self._text()
-        reason = load_failure(text)
-        if reason is not None:
-            return InputError(f"the model could not be loaded: {reason}")
+        failure = load_failure(text)
+        if failure is not None:
+            kind, reason = failure
+            error = InputError if kind == "InputError" else MissingError
+            return error(f"the model could not be loaded: {reason}")
         for line in text.splitlines():
             if "failed to start" in line and "service" in line:
                 return MissingError(line[line.index("failed to start") :].strip())
@@ -276,19 +279,32 @@ class _Supervisor:
             return file.read().decode("utf-8", "replace")
 
     def _tail(self) -> str:
-        return "\n".join(f"  | {line}" for line in self._text().splitlines()[-_TAIL_LINES:])
+        lines = [line for line in self._text().splitlines() if line.strip() and not _NOISE.match(line)]
+        return "\n".join(f"  {line[:_LINE_CHARS]}" for line in lines[-_TAIL_LINES:])
 
 
-def load_failure(log: str) -> str | None:
-    """Why the model was refused, from the server's log: the text of the exception in ``initialize``."""
-    match = re.search(
-        r"failed to load '[^']*' version \d+: \w+: (.*?)(?:\n\nAt:|\"?\n[EIW]\d{4} |\Z)", log, re.DOTALL
-    )
+_NOISE = re.compile(r"[+|]|I\d{4} |.*(pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM)")
+"""Lines that say nothing about a failure: tables, information, and complaints about the missing GPU."""
+
+
+def load_failure(log: str) -> tuple[str, str] | None:
+    """(exception, its message) of the ``initialize`` that failed, from the server's log; None if none did.
+
+    The server writes it in one line, line ends escaped, followed by the places it passed through.
+    """
+    match = re.search(r"failed to load '[^']*' version \d+: \w+: (.*)", log)
     if match is None:
         return None
-    return re.sub(
-        r"^(?:TritonModelException|InputError|MissingError): ", "", match.group(1).strip().strip('"')
+    text = (
+        match.group(1)
+        .removesuffix('"')
+        .split("\\n\\nAt:")[0]
+        .replace("\\n", "\n")
+        .replace('\\"', '"')
+        .strip()
     )
+    kind, separator, message = text.partition(": ")
+    return (kind, message) if separator and kind.isidentifier() else ("", text)
 
 
 # --------------------------------------------------------------------------- pieces

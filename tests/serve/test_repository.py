@@ -1,0 +1,201 @@
+"""The model repository and the tensors in it: what clients of NVIDIA's server rely on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtspec.engine import Sampling
+from trtspec.errors import InputError
+from trtspec.serve.preflight import Addresses, numpy_problem, port_problems
+from trtspec.serve.protocol import INPUTS, NEVER_SENT, OUTPUTS, TEXT_DELTA, Generate, Stop, parse, tensors
+from trtspec.serve.repository import render
+
+pytest.importorskip("tritonclient.grpc")
+GOLDEN = Path(__file__).parent.parent / "golden" / "config.pbtxt"
+
+
+def test_golden_config() -> None:
+    files = render("tensorrt_llm", Path("/engines/demo"))
+    assert sorted(files) == ["tensorrt_llm/1/model.py", "tensorrt_llm/config.pbtxt"]
+    assert files["tensorrt_llm/config.pbtxt"].decode() == GOLDEN.read_text()
+
+
+def test_config_reads_back_as_what_triton_must_do() -> None:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    folder = Path('/engines/an odd "name"\\')
+    text = render("m", folder)["m/config.pbtxt"].decode()
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 0)
+    assert config.model_transaction_policy.decoupled
+    assert [group.kind for group in config.instance_group] == [model_config_pb2.ModelInstanceGroup.KIND_CPU]
+    assert config.parameters["engine_dir"].string_value == str(folder)
+    assert [tensor.name for tensor in config.input if not tensor.optional] == ["text_input"]
+    assert [tensor.name for tensor in config.output] == [spec.name for spec in OUTPUTS]
+
+
+def test_model_file_only_imports_the_package() -> None:
+    source = render("m", Path("/e"))["m/1/model.py"].decode()
+    compile(source, "model.py", "exec")
+    assert "from trtspec.serve.triton_model import TritonPythonModel" in source
+
+
+def test_names_are_unique_and_what_is_never_sent_is_declared() -> None:
+    for specs in (INPUTS, OUTPUTS):
+        assert len({spec.name for spec in specs}) == len(specs)
+    assert {spec.name for spec in OUTPUTS} >= NEVER_SENT
+
+
+# --------------------------------------------------------------------------- requests
+
+requests = st.builds(
+    Generate,
+    prompt=st.text(),
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    temperature=st.none() | st.floats(0, 10, width=32),
+    top_k=st.none() | st.integers(0, 2**31 - 1),
+    top_p=st.none() | st.floats(0, 1, width=32),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    streaming=st.booleans(),
+    exclude_input=st.booleans(),
+    return_perf_metrics=st.booleans(),
+    return_finish_reason=st.booleans(),
+    return_stop_reason=st.booleans(),
+)
+
+
+@given(requests)
+def test_what_a_client_writes_is_what_the_server_reads(request: Generate) -> None:
+    assert parse(tensors(request)) == request
+
+
+@given(requests)
+def test_a_dropped_tensor_is_noticed(request: Generate) -> None:
+    """The round trip above has teeth: without any one of its tensors it fails."""
+    sent = tensors(request)
+    for name in sent:
+        rest = {other: values for other, values in sent.items() if other != name}
+        if name == "text_input":
+            with pytest.raises(InputError, match="text_input: missing"):
+                parse(rest)
+        else:
+            assert parse(rest) != request
+
+
+TEXT: dict[str, list[Any]] = {"text_input": [b"a"]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "text_input: missing; send the prompt as one string"),
+        ({"text_input": [b"a", b"b"]}, "text_input: 2 prompts; send exactly one in a request"),
+        ({"text_input": []}, "text_input: 0 prompts"),
+        ({"text_input": [b"ab\xff"]}, "text_input: not valid UTF-8 at byte 2"),
+        ({**TEXT, "sampling_param_max_tokens": [0]}, "sampling_param_max_tokens: 0 is too small; at least 1"),
+        ({**TEXT, "sampling_param_temperature": [-0.5]}, "sampling_param_temperature: -0.5 is too small"),
+        ({**TEXT, "sampling_param_temperature": [float("nan")]}, "sampling_param_temperature: nan"),
+        ({**TEXT, "sampling_param_temperature": [float("inf")]}, "sampling_param_temperature: inf"),
+        ({**TEXT, "sampling_param_top_p": [1.5]}, "sampling_param_top_p: 1.5 is too large; at most 1"),
+        ({**TEXT, "sampling_param_top_k": [-1]}, "sampling_param_top_k: -1 is too small"),
+        ({**TEXT, "sampling_param_best_of": [2]}, "sampling_param_best_of: only 1 is supported"),
+        (
+            {**TEXT, "sampling_param_frequency_penalty": [0.5]},
+            "sampling_param_frequency_penalty: penalties are",
+        ),
+        (
+            {**TEXT, "sampling_param_presence_penalty": [-1.0]},
+            "sampling_param_presence_penalty: penalties are",
+        ),
+        ({**TEXT, "return_cumulative_logprob": [True]}, "return_cumulative_logprob: not supported"),
+        ({**TEXT, "sampling_param_stop": [b"x", b""]}, "sampling_param_stop: an empty stop string"),
+        ({**TEXT, "sampling_param_stop": [b"\xe4"]}, "sampling_param_stop: not valid UTF-8 at byte 0"),
+        ({**TEXT, "streaming": [True, False]}, "streaming: 2 values; send exactly one"),
+    ],
+)
+def test_bad_requests(inputs: dict[str, list[Any]], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse(inputs)
+    assert str(caught.value).startswith(message)
+
+
+def test_neutral_values_of_unsupported_parameters_are_fine() -> None:
+    neutral = {
+        "sampling_param_best_of": [1],
+        "sampling_param_frequency_penalty": [0.0],
+        "sampling_param_presence_penalty": [0.0],
+        "return_cumulative_logprob": [False],
+    }
+    assert parse({**TEXT, **neutral}) == Generate("a")
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(InputError) as caught:
+        parse({"sampling_param_top_p": [2.0], "sampling_param_best_of": [3]})
+    assert [problem.key for problem in caught.value.problems] == [
+        "text_input",
+        "sampling_param_top_p",
+        "sampling_param_best_of",
+    ]
+
+
+def test_stop_request_needs_no_prompt() -> None:
+    assert parse({"stop": [True]}) == Stop()
+    assert parse({**TEXT, "stop": [False]}) == Generate("a")
+
+
+def test_text_delta_is_a_request_parameter() -> None:
+    assert parse(TEXT, {TEXT_DELTA: True}) == Generate("a", text_delta=True)
+    with pytest.raises(InputError, match="text_delta: 'yes' is neither true nor false"):
+        parse(TEXT, {TEXT_DELTA: "yes"})
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (Generate(""), Sampling(temperature=0.0, seed=7)),
+        (Generate("", temperature=0.0, top_p=0.9), Sampling(temperature=0.0, top_p=0.9, seed=7)),
+        (Generate("", temperature=0.7), Sampling(temperature=0.7, seed=7)),
+        (Generate("", top_k=40), Sampling(temperature=1.0, top_k=40, seed=7)),
+        (Generate("", top_p=0.9, seed=3), Sampling(temperature=1.0, top_p=0.9, seed=3)),
+        (Generate("", temperature=0.7, top_k=1), Sampling(temperature=0.0, top_k=1, seed=7)),
+        (Generate("", temperature=0.7, top_p=0.0), Sampling(temperature=0.0, top_p=1.0, seed=7)),
+        (Generate("", top_k=0), Sampling(temperature=1.0, top_k=0, seed=7)),
+    ],
+)
+def test_sampling_defaults_are_those_of_the_llm_api(request_: Generate, expected: Sampling) -> None:
+    assert request_.sampling(fresh_seed=7) == expected
+
+
+# --------------------------------------------------------------------------- preflight
+
+
+@pytest.mark.parametrize(
+    ("version", "fine"), [("1.26.4", True), ("2.0.0", False), ("2.4.6", False), (None, False)]
+)
+def test_numpy_two_is_refused(version: str | None, fine: bool) -> None:
+    problem = numpy_problem(version)
+    assert (problem is None) == fine
+    if version == "2.0.0":
+        assert problem is not None
+        assert "pip install 'numpy<2'" in problem
+
+
+def test_equal_ports_are_refused() -> None:
+    addresses = Addresses("127.0.0.1", 18999, 18998, 18997)
+    assert not any("must differ" in problem for problem in port_problems(addresses))
+    assert "the ports must differ" in port_problems(replace(addresses, grpc_port=18999))[0]
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    problems = port_problems(Addresses("192.0.2.1", 18999, 18998, 18997))
+    assert len(problems) == 3
+    assert "http port 192.0.2.1:18999 cannot be used" in problems[0]
