@@ -38,9 +38,9 @@ def _whole_number(value: Any) -> Any:
 TokenCount = Annotated[int, Field(ge=1, le=2**24)]
 GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole_number)]
 # strict=False is for the container alone (a YAML list is not a tuple); the items stay strict.
-TreePath = Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(strict=False)]
-TreePaths = Annotated[tuple[TreePath, ...], Field(strict=False)]
-Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+TreePath = Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(strict=False, max_length=16)]
+TreePaths = Annotated[tuple[TreePath, ...], Field(strict=False, max_length=255)]
+Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)]
 Folder = Annotated[str, Field(min_length=1, max_length=4096)]
 
 

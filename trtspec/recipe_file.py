@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from trtspec.errors import InputError, Problem
 from trtspec.recipe import HOST_PATTERN, MODEL_NAME_PATTERN, NAME_PATTERN, Recipe
 from trtspec.recipe_rules import RULES
 from trtspec.recipe_yaml import (
+    MAX_PROBLEMS,
     Document,
     Path,
     describe_character,
@@ -83,9 +85,12 @@ def lint_content(raw: bytes | str, file: str = "<recipe>") -> Lint:
     recipe: Recipe | None = None
     if not document.fatal:
         recipe = _check(document)
-    errors = tuple(sorted(document.problems, key=lambda problem: problem.line or 0))
-    warnings = tuple(sorted(document.warnings, key=lambda problem: problem.line or 0))
+    errors, warnings = _in_order(document.problems), _in_order(document.warnings)
     return Lint(file, None if errors else recipe, errors, warnings)
+
+
+def _in_order(problems: list[Problem]) -> tuple[Problem, ...]:
+    return tuple(sorted(dict.fromkeys(problems), key=lambda problem: problem.line or 0))
 
 
 def recipe_digest(recipe: Recipe) -> str:
@@ -163,8 +168,7 @@ def _check(document: Document) -> Recipe | None:
         recipe: Recipe | None = Recipe.model_validate(data)
     except ValidationError as failure:
         recipe = None
-        for error in failure.errors(include_url=False, include_context=False):
-            _note_schema_error(document, error["type"], error["loc"])
+        _note_schema_errors(document, failure)
     broken = {path[0] for path in document.noted if path}
     if recipe is None:
         recipe = Recipe.model_validate(_without(data, broken))
@@ -196,25 +200,39 @@ def _apply_rules(document: Document, recipe: Recipe, broken: set[str | int]) -> 
             (document.problems if rule.severity == "error" else document.warnings).append(problem)
 
 
-def _note_schema_error(document: Document, kind: str, loc: Sequence[str | int]) -> None:
-    path, schema, parent = _locate(loc)
+def _note_schema_errors(document: Document, failure: ValidationError) -> None:
+    located = [
+        (error["type"], *_locate(error["loc"]))
+        for error in failure.errors(include_url=False, include_context=False, include_input=False)
+    ]
+    located.sort(key=lambda item: document.line_of(item[1]))
+    explained = 0
+    for kind, path, schema, parent in located:
+        if any(path[:length] in document.noted for length in range(1, len(path) + 1)):
+            continue
+        document.noted.add(path)
+        explained += 1
+        if explained <= MAX_PROBLEMS:
+            document.problems.append(_explain(document, kind, path, schema, parent))
+    if explained > MAX_PROBLEMS:
+        message = f"{explained - MAX_PROBLEMS} more problems are not shown; fix these first"
+        document.problems.append(Problem(message, document.file, max(document.lines.values())))
+
+
+def _explain(
+    document: Document, kind: str, path: Path, schema: dict[str, Any], parent: dict[str, Any]
+) -> Problem:
     value = _value_at(document.data, path)
-    if any(path[:length] in document.noted for length in range(1, len(path) + 1)):
-        return
-    document.noted.add(path)
-    line = document.line_of(path)
     if kind == "extra_forbidden":
-        message = _explain_unknown(path, parent, value)
-        line = document.lines.get(path, line)
+        message = _explain_unknown(path, parent)
     elif kind == "missing":
         message = f"missing; allowed: {allowed(schema)}; add it"
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         path = (*path, "kind")
-        line = document.line_of(path)
         message = _explain_kind(schema, value)
     else:
         message = f"found {found(value)}; allowed: {allowed(schema)}; {_remedy(value, schema)}"
-    document.problems.append(Problem(message, document.file, line, dotted(path)))
+    return Problem(message, document.file, document.line_of(path), dotted(path))
 
 
 def _value_at(data: Any, path: Path) -> Any:
@@ -316,14 +334,14 @@ def _allowed(schema: dict[str, Any]) -> str:
     if kind == "boolean":
         return "true or false"
     if kind == "array":
-        item = _allowed(schema["items"])
+        item = _allowed(schema["items"]).removesuffix(", not empty")
         return "a list of " + item.removeprefix("a ").replace("list", "lists", 1).replace(
             "number", "numbers", 1
         )
     if "pattern" in schema:
         return _PATTERN_WORDS[schema["pattern"]]
     if kind == "string":
-        return "text"
+        return "text, not empty" if schema.get("minLength") else "text"
     if "oneOf" in schema:
         return "a mapping with kind: " + ", ".join(variants(schema))
     return "a mapping with the keys " + ", ".join(schema.get("properties", {}))
@@ -352,6 +370,8 @@ def _remedy(value: Any, schema: dict[str, Any]) -> str:
     if kind == "string":
         return _remedy_text(value, schema)
     if kind == "array":
+        if isinstance(value, list):
+            return f"it has {len(value)} items; shorten it to {schema['maxItems']}"
         return "write it as [a, b]" + (", or null" if nullable else "")
     if isinstance(value, str) and value in variants(schema):
         return f"write kind: {value} on an indented line below it"
@@ -397,13 +417,14 @@ def _remedy_text(value: Any, schema: dict[str, Any]) -> str:
     if not isinstance(value, str):
         return "write one text"
     if len(value) < schema.get("minLength", 0):
-        return "it must not be empty; fill it in"
+        return "fill it in"
     if len(value) > schema.get("maxLength", len(value)):
         return f"it has {len(value)} characters; shorten it to {schema['maxLength']}"
     foreign = next((c for c in value if ord(c) > 126), None)
     if foreign is not None:
         return f"replace {describe_character(foreign)}"
-    return "change it"
+    similar = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("-._")[:63]
+    return f"for example {similar}" if similar else "fill it in"
 
 
 def _explain_kind(schema: dict[str, Any], value: Any) -> str:
@@ -415,9 +436,9 @@ def _explain_kind(schema: dict[str, Any], value: Any) -> str:
     return f"found {found(choice)}; {listed}; {_remedy_choice(choice, options)}"
 
 
-def _explain_unknown(path: Path, parent: dict[str, Any], value: Any) -> str:
+def _explain_unknown(path: Path, parent: dict[str, Any]) -> str:
     key = str(path[-1])
-    here = list(parent.get("properties", {}))
+    here = sorted(parent.get("properties", {}), key=lambda name: name != "kind")
     listed = "unknown key; allowed here: " + ", ".join(here)
     owners = [kind for kind, option in parent.get("siblings", {}).items() if key in option["properties"]]
     if owners:

@@ -380,8 +380,6 @@ def _tree_choices(recipe: Recipe) -> Iterator[Finding]:
             yield (*where, index), f"{shown} without its prefix {shown[:-1]}; every prefix is a node; add it"
         elif isinstance(s, EagleSpeculation) and len(path) > s.depth:
             yield (*where, index), f"{shown} is deeper than depth {s.depth}; shorten it or raise depth"
-    if len(s.choices) > 255:
-        yield where, f"{len(s.choices)} nodes; allowed: at most 255; prune the tree"
 
 
 def _dynamic_tree(recipe: Recipe) -> Iterator[Finding]:

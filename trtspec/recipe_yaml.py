@@ -48,6 +48,9 @@ _SYNTAX = (
     ("expected alphabetic or numeric", "'&' or '*' without a name; put text that starts so in quotes"),
 )
 
+# Errors that PyYAML finds far below the line that causes them.
+_BLAME_THE_START = ("found unexpected end of stream", "expected ',' or", "could not find expected ':'")
+
 
 class _Refused:
     """Stands for a value that could not be read; its problem is already noted."""
@@ -134,10 +137,17 @@ def read_document(raw: bytes, file: str) -> Document:
         document.fatal = True
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        _note(document, mark.line + 1 if mark else None, _explain_syntax(error, text))
+        if error.context_mark and any(said in str(error) for said in _BLAME_THE_START):
+            mark = error.context_mark
+        _note(document, mark.line + 1 if mark else None, _explain_syntax(error))
         document.fatal = True
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        _note(document, reader.line, f"not valid YAML: {visible(str(error))}; see recipes/reference.yaml")
+    except (yaml.YAMLError, ValueError, OverflowError):
+        # The scanner hands numbers of escapes and directives to chr() and int() unchecked.
+        _note(
+            document,
+            reader.line,
+            "not valid YAML: an escape or directive with an impossible number; remove it",
+        )
         document.fatal = True
     return document
 
@@ -205,7 +215,7 @@ def _check_characters(text: str, document: Document) -> bool:
     return len(document.problems) == before
 
 
-def _explain_syntax(error: yaml.MarkedYAMLError, text: str) -> str:
+def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     said = f"{error.context or ''} {error.problem or ''}"
     if "found character '\\t'" in said:
         return "found a tab; allowed: spaces between key and value; replace it with a space"
@@ -267,7 +277,8 @@ class _Reader:
         if event.anchor is not None:
             self.note(f"anchor &{visible(event.anchor)}; recipes are flat on purpose; remove it", path)
         if event.tag is not None:
-            self.note(f"tag {visible(event.tag)}; recipes use none; remove it", path)
+            tag = visible(event.tag.replace("tag:yaml.org,2002:", "!!"))
+            self.note(f"tag {tag}; recipes use none; remove it", path)
             self.document.noted.add(path)
         if isinstance(event, yaml.ScalarEvent):
             return self.scalar(event, path)
