@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import struct
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.folders import new_folder
+from trtspec.modelspec import cache_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,14 +57,6 @@ _SAMPLES = {
     ),
 }
 SAMPLE_NAMES = tuple(_SAMPLES)
-
-
-def cache_folder() -> Path:
-    """``$TRTSPEC_CACHE``, else ``$XDG_CACHE_HOME/trtspec``, else ``~/.cache/trtspec``."""
-    if explicit := os.environ.get("TRTSPEC_CACHE"):
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trtspec"
 
 
 def fetch(

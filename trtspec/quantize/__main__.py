@@ -1,0 +1,76 @@
+"""``python -m trtspec.quantize --model DIR --out DIR --quantization JSON``: one quantization, one process.
+
+stdout: JSON lines ``{"progress": {"step", "done", "total"}}`` and lines for people. stderr: ``error: ...``.
+Exit codes are those of :mod:`trtspec.errors`; 130 after Ctrl-C or SIGTERM, which leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from trtspec.errors import InputError, Problem, TrtspecError
+from trtspec.quantize import quantize
+from trtspec.recipe import Quantization
+
+
+def parse_quantization(text: str) -> Quantization:
+    """The recipe's ``quantization`` mapping from JSON; InputError with every problem."""
+    adapter: TypeAdapter[Quantization] = TypeAdapter(Quantization)
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            # The first part of the location is the union's tag, not a key.
+            keys = [str(part) for part in item["loc"][1:]]
+            found = "" if isinstance(item["input"], dict) else f" (found {item['input']!r})"
+            problems.append(Problem(f"{item['msg']}{found}", key=".".join(["quantization", *keys])))
+        raise InputError(problems) from error
+
+
+def _print_progress(step: str, done: int, total: int) -> None:
+    print(json.dumps({"progress": {"step": step, "done": done, "total": total}}), flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run with ``argv`` (None: the process's own); return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trtspec.quantize", description="Quantize a checkpoint.")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="Hugging Face folder, 16 bit"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--quantization", required=True, metavar="JSON", help="the recipe's quantization mapping, as JSON"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args(argv)
+    try:
+        quantize(
+            arguments.model,
+            arguments.out,
+            parse_quantization(arguments.quantization),
+            progress=_print_progress,
+            say=lambda line: print(line, flush=True),
+            device=arguments.device,
+        )
+    except TrtspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    # Before torch is imported: spinning OpenMP threads starve each other on a shared machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""Everything that can be refused before a model is loaded: a minute of calibration is not spent first.
+
+No torch here. Facts about the model come from config.json and from the headers of the weight files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import InputError, MissingError, Problem
+from trtspec.folders import refuse_existing
+from trtspec.modelspec import ModelSpec, check_weight_files, linear_modules, read_modelspec
+from trtspec.quantize import calibration
+from trtspec.recipe import NoQuantization, Quantization, W4A8AwqQuantization, W4A16AwqQuantization
+from trtspec.tensor_headers import TensorHeader, read_tensor_headers
+from trtspec.text import Tokenizer
+
+FUSED_INPUTS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+"""Layers with one input: AWQ folds their common input scale into the norm before them, and engines fuse
+them into one matrix, so they are quantized together or not at all."""
+
+GROUP_SIZES = (32, 64, 128)
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_PROCESS_BYTES = 700_000_000
+"""Resident size of Python with torch, transformers and ModelOpt imported and nothing loaded."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known before work starts. ``linears`` maps each linear layer (lm_head among them when it is
+    not tied) to [outputs, inputs]; ``quantized`` are those to quantize, ``excluded`` the others."""
+
+    spec: ModelSpec
+    linears: Mapping[str, tuple[int, int]]
+    quantized: tuple[str, ...]
+    excluded: tuple[str, ...]
+    tokenizer: Tokenizer
+    rows: calibration.Rows
+    load_dtype: str
+    notes: tuple[str, ...]
+
+
+def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: str) -> Preflight:
+    """Refuse what cannot work, all problems at once; nothing is written.
+
+    Raises InputError for a wrong model folder, recipe or output folder, MissingError for a lack of
+    packages, memory, disk or GPU.
+    """
+    refuse_existing(out_dir)
+    if isinstance(quantization, NoQuantization) and quantization.kv_cache == "none":
+        raise InputError("quantization: kind none with kv_cache none leaves nothing to quantize")
+    _require_tools()
+    _require_gpu(quantization, device)
+
+    if not model_dir.is_dir():
+        raise InputError(Problem("no such folder; give a Hugging Face model folder", str(model_dir)))
+    problems: list[Problem] = []
+    spec = _collect(problems, lambda: read_modelspec(model_dir))
+    problems += check_weight_files(model_dir)
+    tokenizer = _collect(problems, lambda: Tokenizer.load(model_dir))
+    samples = _collect(problems, lambda: calibration.read_samples(quantization.calibration.data))
+    if spec is None:
+        raise InputError(_unique(problems))
+    if spec.quant is not None or "quantization_config" in _read_json(model_dir / "config.json"):
+        problems.append(
+            Problem("already quantized; start from the 16-bit checkpoint", str(model_dir / "config.json"))
+        )
+        raise InputError(_unique(problems))
+    linears = linear_modules(spec)
+    excluded = _excluded(spec, linears, quantization, problems)
+    quantized = tuple(module for module in linears if module not in excluded)
+    problems += _group_problems(linears, quantized, quantization)
+    headers, _ = read_tensor_headers(model_dir)  # its problems are among check_weight_files'
+    problems += _dtype_problems(headers)
+    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
+        problems.append(
+            Problem(
+                f"has {tokenizer.vocab_size} tokens, the model only {spec.vocab_size}; "
+                "they belong to different models",
+                str(model_dir / "tokenizer.json"),
+            )
+        )
+    rows = None
+    if tokenizer is not None and samples is not None:
+        rows = _collect(
+            problems,
+            lambda: calibration.pack(
+                samples, tokenizer, quantization.calibration, max_row_tokens=spec.max_positions
+            ),
+        )
+    if problems or tokenizer is None or samples is None or rows is None:
+        raise InputError(_unique(problems))
+
+    notes = []
+    if len(samples) < quantization.calibration.num_samples:
+        notes.append(
+            f"calibration: {quantization.calibration.num_samples} samples asked for, "
+            f"{len(samples)} there are; all are used"
+        )
+    _require_room(out_dir, weight_bytes(model_dir))
+    load_dtype, memory_note = _choose_load_dtype(spec, quantization, rows, device)
+    notes += memory_note
+    return Preflight(spec, linears, quantized, tuple(excluded), tokenizer, rows, load_dtype, tuple(notes))
+
+
+# --------------------------------------------------------------------------- single checks
+
+
+def _unique(problems: list[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))
+
+
+def _collect(problems: list[Problem], action: Any) -> Any:
+    try:
+        return action()
+    except InputError as error:
+        problems.extend(error.problems)
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value
+
+
+def _require_tools() -> None:
+    missing = [
+        package
+        for module, package in (
+            ("torch", "torch"),
+            ("modelopt", "nvidia-modelopt"),
+            ("transformers", "transformers"),
+            ("accelerate", "accelerate"),
+        )
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
+        raise MissingError(f"not installed: {', '.join(missing)}; pip install 'trtspec[quantize]'")
+    version = importlib.metadata.version("nvidia-modelopt")
+    if not version.startswith("0.47."):
+        raise MissingError(
+            f"nvidia-modelopt {version}: trtspec reads the layouts of 0.47; pip install 'trtspec[quantize]'"
+        )
+
+
+def _require_gpu(quantization: Quantization, device: str) -> None:
+    asked = [
+        key
+        for key, value in (("kind", quantization.kind), ("kv_cache", quantization.kv_cache))
+        if value == "nvfp4"
+    ]
+    if asked and device != "cuda":
+        raise MissingError(
+            f"quantization.{asked[0]}: nvfp4 is calibrated on a CUDA GPU only, this run is for {device}; "
+            "pass --device cuda on a machine with one, or use w4a16_awq (weights), fp8 (KV cache)"
+        )
+
+
+def _excluded(
+    spec: ModelSpec,
+    linears: Mapping[str, tuple[int, int]],
+    quantization: Quantization,
+    problems: list[Problem],
+) -> list[str]:
+    if isinstance(quantization, NoQuantization):
+        return list(linears)
+    excluded = set()
+    if not quantization.lm_head and "lm_head" in linears:
+        excluded.add("lm_head")
+    elif quantization.lm_head and spec.tie_embeddings:
+        problems.append(
+            Problem(
+                "true, but this model ties its output projection to the embedding, which stays in 16 bit; "
+                "set it to false",
+                key="quantization.lm_head",
+            )
+        )
+    for index, pattern in enumerate(quantization.exclude):
+        matched = fnmatch.filter(linears, pattern)
+        if not matched:
+            problems.append(
+                Problem(
+                    f"{pattern!r} matches no linear layer; names look like model.layers.0.mlp.down_proj",
+                    key=f"quantization.exclude[{index}]",
+                )
+            )
+        excluded.update(matched)
+    problems += _split_problems(spec, excluded)
+    if not problems and excluded >= set(linears):
+        problems.append(Problem("excludes every layer; use kind none", key="quantization.exclude"))
+    return [module for module in linears if module in excluded]
+
+
+def _split_problems(spec: ModelSpec, excluded: set[str]) -> list[Problem]:
+    problems = []
+    for members in FUSED_INPUTS:
+        split = [
+            layer
+            for layer in range(spec.num_layers)
+            if 0 < sum(f"model.layers.{layer}.{member}" in excluded for member in members) < len(members)
+        ]
+        if split:
+            names = ", ".join(member.rpartition(".")[2] for member in members)
+            problems.append(
+                Problem(
+                    f"leaves only some of {names} of layer {split[0]}"
+                    + (f" (and {len(split) - 1} more)" if len(split) > 1 else "")
+                    + " in 16 bit; they share one input, exclude all of them or none",
+                    key="quantization.exclude",
+                )
+            )
+    return problems
+
+
+def _group_problems(
+    linears: Mapping[str, tuple[int, int]], quantized: tuple[str, ...], quantization: Quantization
+) -> list[Problem]:
+    if not isinstance(quantization, W4A16AwqQuantization | W4A8AwqQuantization):
+        return []
+    size = quantization.group_size
+    bad = [module for module in quantized if linears[module][1] % size]
+    if not bad:
+        return []
+    fitting = [str(g) for g in GROUP_SIZES if all(linears[module][1] % g == 0 for module in quantized)]
+    remedy = f"use {' or '.join(fitting)}" if fitting else "exclude those layers or use fp8 or w8a8_sq"
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return [
+        Problem(
+            f"{size} does not divide the {linears[bad[0]][1]} inputs of {bad[0]}{more}; {remedy}",
+            key="quantization.group_size",
+        )
+    ]
+
+
+def _dtype_problems(headers: Mapping[str, TensorHeader]) -> list[Problem]:
+    odd = {
+        header.dtype: (name, header) for name, header in headers.items() if header.dtype not in _DTYPE_BYTES
+    }
+    return [
+        Problem(
+            f"stored as {dtype}; a checkpoint in {', '.join(_DTYPE_BYTES)} is needed",
+            str(header.file),
+            key=name,
+        )
+        for dtype, (name, header) in odd.items()
+    ]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weight files of ``folder``."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _require_room(out_dir: Path, source_bytes: int) -> None:
+    # Up to twice the source (16-bit weights as exported from float32), and one file of it written again.
+    need = 3 * source_bytes + 50_000_000
+    place = out_dir.absolute().parent
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise MissingError(
+            f"{out_dir}: up to {need / 1e9:.2f} GB of disk are needed while exporting, "
+            f"{free / 1e9:.2f} GB are free on {place}; make room or choose another --out"
+        )
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that this process may still take: the machine's, or less where a cgroup limits it."""
+    limits = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            limits.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(limits) if limits else None
+
+
+def estimate_memory_bytes(
+    spec: ModelSpec, quantization: Quantization, rows: calibration.Rows, value_bytes: int
+) -> int:
+    """Peak resident size of quantizing on the CPU with weights loaded in ``value_bytes`` a value.
+
+    Fitted to measured runs: the weights, part of a second copy while exporting (more of it while searching
+    AWQ scales), and the widest activations of one calibration batch.
+    """
+    batch_tokens = max((sum(map(len, batch)) for batch in calibration.batches(rows)), default=0)
+    searching = quantization.kind in ("w4a16_awq", "w4a8_awq")
+    weights = spec.num_parameters * value_bytes * (2.0 if searching else 1.5)
+    return int(_PROCESS_BYTES + weights + 8 * batch_tokens * spec.intermediate_size * value_bytes)
+
+
+def _choose_load_dtype(
+    spec: ModelSpec, quantization: Quantization, rows: calibration.Rows, device: str
+) -> tuple[str, list[str]]:
+    """Float32 where it fits. The exporter divides by scales in the dtype that the weights are loaded in: in
+    bfloat16 that rounds twice, and 3 % of FP8 codes come out one step off."""
+    if device != "cpu":
+        return "float32", []
+    available = available_memory_bytes()
+    narrow = "float16" if spec.dtype == "float16" else "bfloat16"
+    wide_need = estimate_memory_bytes(spec, quantization, rows, 4)
+    if available is None or wide_need <= available:
+        return "float32", []
+    need = estimate_memory_bytes(spec, quantization, rows, 2)
+    if need > available:
+        raise MissingError(
+            f"about {need / 1e9:.1f} GB of memory are needed, {available / 1e9:.1f} GB are available; "
+            "free memory, or quantize on a larger machine"
+        )
+    return narrow, [
+        f"memory: loaded in {narrow}, float32 would need about {wide_need / 1e9:.1f} GB of the "
+        f"{available / 1e9:.1f} GB available; some codes round twice (at most one step off)"
+    ]

@@ -1,0 +1,121 @@
+"""What quantization did: the datum behind ``quantization_report.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtspec.errors import InputError, Problem
+
+SCHEMA = "trtspec.quantization/1"
+REPORT_FILE = "quantization_report.json"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One quantized linear layer, as read back from disk.
+
+    ``shape`` is [outputs, inputs]. ``bytes_after`` counts codes and scales. ``sqnr_db`` is
+    10 log10(sum W^2 / sum (W - W')^2) with W the source weight and W' the exported one, dequantized, with
+    input scales and folded norms undone; None when both are equal.
+    """
+
+    module: str
+    format: str
+    shape: tuple[int, int]
+    bytes_before: int
+    bytes_after: int
+    sqnr_db: float | None
+
+
+@dataclass(frozen=True)
+class KvLayerReport:
+    """KV cache scales of one attention layer: value = code * scale."""
+
+    module: str
+    k_scale: float
+    v_scale: float
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """On which tokens the scales were measured. ``digest`` is the SHA-256 of the rows of token ids."""
+
+    data: str
+    seed: int
+    num_samples: int
+    num_tokens: int
+    num_rows: int
+    row_tokens: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sizes count weight files. ``seconds`` has one entry a step; ``warnings`` are those of the tools that
+    are not known noise; ``notes`` are decisions that were taken."""
+
+    quantization: dict[str, Any]
+    quant_algo: str | None
+    kv_cache_quant_algo: str | None
+    source: str
+    architecture: str
+    calibration: CalibrationReport
+    load_dtype: str
+    weight_dtype: str
+    device: str
+    versions: dict[str, str]
+    argv: list[str]
+    seconds: dict[str, float]
+    peak_rss_bytes: int
+    bytes_before: int
+    bytes_after: int
+    layers: list[LayerReport]
+    kv_layers: list[KvLayerReport]
+    unquantized: list[str]
+    checks: list[str]
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    schema: str = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    def summary(self) -> str:
+        """A few lines for a terminal."""
+        kind = self.quant_algo or "16-bit weights"
+        lines = [
+            f"{kind}, KV cache {self.kv_cache_quant_algo or '16 bit'}: weights "
+            f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB "
+            f"({self.bytes_after / self.bytes_before:.2f}), {sum(self.seconds.values()):.1f} s, "
+            f"peak memory {self.peak_rss_bytes / 1e6:.0f} MB"
+        ]
+        measured = sorted((layer.sqnr_db, layer.module) for layer in self.layers if layer.sqnr_db is not None)
+        if measured:
+            middle = measured[len(measured) // 2][0]
+            worst = ", ".join(f"{module} {sqnr:.1f} dB" for sqnr, module in measured[:3])
+            lines.append(f"{len(measured)} layers, median SQNR {middle:.1f} dB; lowest: {worst}")
+        lines.extend(self.notes)
+        lines.extend(f"warning: {warning}" for warning in self.warnings)
+        return "\n".join(lines)
+
+
+def read_report(folder: Path) -> Report:
+    """The report in ``folder``; InputError if there is none or it has another schema."""
+    path = folder / REPORT_FILE
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(Problem(f"cannot be read: {error}", str(path))) from error
+    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
+        raise InputError(Problem(f"not a report of schema {SCHEMA}", str(path)))
+    try:
+        value["calibration"] = CalibrationReport(**value["calibration"])
+        value["layers"] = [LayerReport(**{**row, "shape": tuple(row["shape"])}) for row in value["layers"]]
+        value["kv_layers"] = [KvLayerReport(**row) for row in value["kv_layers"]]
+        return Report(**value)
+    except (TypeError, KeyError) as error:
+        raise InputError(Problem(f"does not fit schema {SCHEMA}: {error}", str(path))) from error
