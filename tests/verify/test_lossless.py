@@ -1,0 +1,248 @@
+"""Identity is proved token by token, and every way of losing it is caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import built_tiny
+import pytest
+from built_tiny import Broken, build_tiny, repetitive_prompts
+
+from trtspec.backends import open_engine
+from trtspec.embedded.acceptance import Accepted
+from trtspec.verify.gates import Verdict
+from trtspec.verify.lossless import (
+    Comparison,
+    Divergence,
+    Noise,
+    check_lossless,
+    compare,
+    judge,
+    locate,
+    requests_for,
+    row_noise,
+)
+from trtspec.verify.ruler import Answer, run
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory):
+    return build_tiny(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="module")
+def plain(artifact):
+    return open_engine(artifact, "no_speculation")
+
+
+@pytest.fixture
+def speculative(artifact):
+    return open_engine(artifact)
+
+
+def check(speculative, plain, *, dtype: str = "float32", draft_limit: int = 3, speculates: bool = True):
+    return check_lossless(
+        speculative,
+        plain,
+        repetitive_prompts(),
+        max_new_tokens=32,
+        stop_tokens=frozenset({2}),
+        draft_limit=draft_limit,
+        dtype=dtype,
+        speculates=speculates,
+        required=True,
+        floor_prompts=2,
+        noise_texts=2,
+        noise_tokens=40,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ngram_drafting_is_lossless(artifact, dtype: str):
+    result = check(
+        open_engine(artifact, dtype=dtype), open_engine(artifact, "no_speculation", dtype=dtype), dtype=dtype
+    )
+    assert result.check.verdict is Verdict.PASS
+    assert "identical" in result.check.summary
+    assert result.check.evidence["result"] == "identical"
+    assert result.check.evidence["drafted"] > 0
+    assert result.check.evidence["accepted"] > 0
+    assert 0 < result.check.evidence["mismatch_rate_upper_95"] < 0.05
+    noise = result.check.evidence["noise"]["nats"]
+    assert noise < (1e-10 if dtype == "float64" else 1e-3)
+
+
+def test_without_speculation_batching_is_compared(artifact, plain):
+    result = check(plain, plain, draft_limit=0, speculates=False)
+    assert result.check.verdict is Verdict.PASS
+    assert "at batch 1" in result.check.summary
+
+
+def test_a_dropped_last_token_fails(speculative, plain):
+    broken = Broken(speculative, change_output=built_tiny.drops_the_last_token)
+    result = check(broken, plain)
+    assert result.check.verdict is Verdict.FAIL
+    assert "ends early" in result.check.summary
+
+
+def test_a_plain_zip_would_have_missed_it(speculative, plain):
+    """The broken variant of the comparison: cut to the shorter text, every token agrees."""
+    requests = requests_for(repetitive_prompts(), 32, frozenset({2}))
+    reference = run(plain, requests, draft_limit=0)
+    broken = run(Broken(speculative, change_output=built_tiny.drops_the_last_token), requests, draft_limit=3)
+    for left, right in zip(reference.answers, broken.answers, strict=True):
+        assert all(a == b for a, b in zip(left.tokens, right.tokens, strict=False))
+    assert len(compare(reference.answers, broken.answers).divergences) == len(requests)
+
+
+def test_one_changed_token_fails_and_is_located(speculative, plain):
+    broken = Broken(speculative, change_output=built_tiny.changes_one_token("p3"))
+    result = check(broken, plain, dtype="bfloat16")
+    assert result.check.verdict is Verdict.FAIL
+    (divergence,) = result.check.evidence["divergences"]
+    assert divergence["prompt_id"] == "p3"
+    assert divergence["position"] >= 2
+    assert divergence["other_token"] == (divergence["reference_token"] + 1) % 256
+    assert divergence["gap_nats"] > result.check.evidence["noise"]["nats"]
+
+
+def test_an_engine_that_accepts_every_draft_fails(speculative, plain, monkeypatch):
+    def accept_all(draft, law, draw):
+        path = tuple(range(len(draft.tokens)))
+        return Accepted(path, law.sample(len(path), draw))
+
+    monkeypatch.setattr("trtspec.embedded.engine.exact", accept_all)
+    result = check(speculative, plain, dtype="bfloat16")
+    assert result.check.verdict is Verdict.FAIL
+    assert result.check.evidence["result"] == "different"
+
+
+def test_inflated_counters_are_an_error(speculative, plain):
+    result = check(Broken(speculative, change_stats=built_tiny.counts_double), plain)
+    assert result.check.verdict is Verdict.ERROR
+    assert "generated_tokens" in result.check.summary
+
+
+def test_claimed_acceptance_is_an_error(speculative, plain):
+    result = check(Broken(speculative, change_output=built_tiny.claims_everything_accepted), plain)
+    assert result.check.verdict is Verdict.ERROR
+
+
+def test_neighbours_that_change_answers_fail(speculative, plain):
+    change = built_tiny.changes_one_token("p0")
+
+    class OnlyInABatch(Broken):
+        def step(self):
+            alone = self._engine.in_flight == 1
+            return [output if alone else change(output) for output in self._engine.step()]
+
+    result = check(OnlyInABatch(plain), OnlyInABatch(plain), draft_limit=0, speculates=False)
+    assert result.check.verdict is Verdict.FAIL
+
+
+def test_nothing_drafted_shows_nothing(artifact, plain):
+    """An engine without drafts is identical of course; that proves nothing about speculation."""
+    result = check(plain, plain)
+    assert result.check.verdict is Verdict.INCONCLUSIVE
+    assert "nothing was drafted" in result.check.summary
+
+
+def test_scores_do_not_move_in_float64(artifact):
+    engine = open_engine(artifact, "no_speculation", dtype="float64")
+    noise = row_noise(engine, [prompt.tokens for prompt in repetitive_prompts(2)], [1, 2, 4, 16])
+    assert noise.nats < 1e-10
+    assert set(noise.by_rows) == {"1", "2", "4", "16"}
+
+
+def test_gap_is_how_far_the_worse_token_lies_below_the_best(plain):
+    prompts = repetitive_prompts(1)
+    (answer,) = run(plain, requests_for(prompts, 8, frozenset()), draft_limit=0).answers
+    scores = plain.score((*prompts[0].tokens, *answer.tokens))
+    at = len(prompts[0].tokens) + 3 - 1
+    second = scores.second_tokens[at]
+    comparison = Comparison(4, 1, (Divergence("p0", 3, answer.tokens[3], second),))
+    (located,) = locate(plain, comparison, prompts, [answer]).divergences
+    assert located.gap_nats == pytest.approx(scores.margins[at], abs=1e-4)
+    assert located.margin == pytest.approx(scores.margins[at], abs=1e-4)
+
+
+# --------------------------------------------------------------------------- the verdict itself
+
+
+def answer(name: str, *tokens: int) -> Answer:
+    return Answer(name, tokens, "length", (1,) * len(tokens), 0, 0)
+
+
+def test_comparison_counts_decisions_up_to_the_first_difference():
+    reference = [answer("a", 1, 2, 3, 4), answer("b", 1, 2), answer("c", 5)]
+    other = [answer("a", 1, 9, 3, 4), answer("b", 1), answer("c", 5)]
+    result = compare(reference, other)
+    assert result.positions == 2 + 2 + 1
+    assert result.divergences == (Divergence("a", 1, 2, 9), Divergence("b", 1, 2, None))
+    with pytest.raises(ValueError, match="different prompts"):
+        compare(reference, other[1:])
+
+
+NOISE = Noise(0.1, 500, {"1": 0.1})
+NO_FLOOR = Comparison(50, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "divergence", "verdict", "result"),
+    [
+        ("bfloat16", Divergence("a", 3, 1, 2, gap_nats=0.05), Verdict.PASS, "numeric ties only"),
+        ("float16", Divergence("a", 3, 1, 2, gap_nats=0.05), Verdict.PASS, "numeric ties only"),
+        ("float32", Divergence("a", 3, 1, 2, gap_nats=0.05), Verdict.FAIL, "different"),
+        ("float64", Divergence("a", 3, 1, 2, gap_nats=0.0), Verdict.FAIL, "different"),
+        ("bfloat16", Divergence("a", 3, 1, 2, gap_nats=0.11), Verdict.FAIL, "different"),
+        ("bfloat16", Divergence("a", 3, 1, None), Verdict.FAIL, "different"),
+        ("bfloat16", Divergence("a", 3, None, 1), Verdict.FAIL, "different"),
+    ],
+)
+def test_only_16_bit_ties_within_the_noise_pass(dtype, divergence, verdict, result):
+    check = judge(
+        Comparison(100, 4, (divergence,)),
+        NOISE,
+        NO_FLOOR,
+        dtype=dtype,
+        drafted=10,
+        accepted=5,
+        speculates=True,
+        required=True,
+        contradictions=(),
+    )
+    assert check.verdict is verdict
+    assert check.evidence["result"] == result
+
+
+def test_one_real_difference_among_ties_fails():
+    divergences = (Divergence("a", 3, 1, 2, gap_nats=0.01), Divergence("b", 3, 1, 2, gap_nats=2.0))
+    check = judge(
+        Comparison(100, 4, divergences),
+        NOISE,
+        NO_FLOOR,
+        dtype="bfloat16",
+        drafted=10,
+        accepted=5,
+        speculates=True,
+        required=True,
+        contradictions=(),
+    )
+    assert check.verdict is Verdict.FAIL
+    assert "prompt b" in check.summary
+
+
+def test_rejection_only_is_said(tmp_path: Path):
+    check = judge(
+        Comparison(100, 4, ()),
+        NOISE,
+        NO_FLOOR,
+        dtype="float32",
+        drafted=10,
+        accepted=0,
+        speculates=True,
+        required=True,
+        contradictions=(),
+    )
+    assert check.verdict is Verdict.PASS
+    assert "only rejection was exercised" in check.warnings[0]

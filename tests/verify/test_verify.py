@@ -1,0 +1,194 @@
+"""The whole protocol by its verb: verdicts to exit codes, reports whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from built_tiny import build_tiny, write_jsonl
+
+from trtspec.cli import main
+from trtspec.errors import InputError
+from trtspec.text import Tokenizer
+from trtspec.verify import protocol, render, report
+from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, load_prompts, load_texts
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    chance = random.Random(1)
+    words = ["tea", "or", "noise", "rain", "the", "lesson", "is", "here", "that", "one"]
+    prompts = [
+        {"id": f"q{i}", "messages": [{"role": "user", "content": " ".join(chance.sample(words, 3) * 2)}]}
+        for i in range(5)
+    ]
+    texts = [{"text": " ".join(chance.choices(words, k=12))} for _ in range(8)]
+    return write_jsonl(folder / "prompts.jsonl", prompts), write_jsonl(folder / "heldout.jsonl", texts)
+
+
+def arguments(folder: Path, data: tuple[Path, Path], *more: str) -> list[str]:
+    prompts, heldout = data
+    given = ["verify", str(folder), "--prompts", str(prompts), "--heldout", str(heldout)]
+    return [*given, "--quick", "--max-new-tokens", "16", *more]
+
+
+def test_a_good_engine_passes_and_the_report_says_how(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "good")
+    output, page = tmp_path / "report.json", tmp_path / "report.md"
+    code = main(arguments(built.folder, data, "-o", str(output), "--markdown", str(page)))
+    shown = capsys.readouterr()
+    assert code == 0, shown
+    assert "verdict: PASS" in shown.out
+    value = json.loads(output.read_text())
+    assert value["schema"] == "trtspec.report/1"
+    assert value["verdict"] == "PASS"
+    assert value["recipe_digest"] == built.manifest.recipe_digest
+    assert value["source_digest"] == built.manifest.source.digest
+    assert value["machine"]["cores"] >= 1
+    assert value["tools"]["torch"]
+    by_name = {check["name"]: check for check in value["checks"]}
+    assert by_name["lossless"]["verdict"] == "PASS"
+    assert by_name["quality"]["verdict"] == "SKIPPED"
+    assert by_name["speedup"]["measured"] > 0
+    assert all(check["how"] for check in value["checks"] if check["verdict"] not in ("SKIPPED",))
+    assert "| lossless | PASS | yes |" in page.read_text()
+
+
+def test_a_gate_that_is_not_met_exits_1(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "slow", gates="{min_acceptance_length: 3.99}")
+    assert main(arguments(built.folder, data, "--json")) == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["report"]["verdict"] == "FAIL"
+    assert value["report"]["exit_code"] == 1
+
+
+def test_a_required_check_that_cannot_run_is_no_pass(tmp_path, data):
+    built = build_tiny(tmp_path / "plain", speculation="{kind: none}", gates="{min_speedup: 1.1}")
+    assert main(arguments(built.folder, data)) == 4
+
+
+def test_a_plain_recipe_is_checked_for_batching(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "plain", speculation="{kind: none}")
+    assert main(arguments(built.folder, data)) == 0
+    assert "at batch 1" in capsys.readouterr().out
+
+
+def test_an_interruption_leaves_no_report(tmp_path, data, monkeypatch):
+    built = build_tiny(tmp_path / "stopped")
+    output = tmp_path / "report.json"
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(protocol, "check_acceptance", interrupted)
+    assert main(arguments(built.folder, data, "-o", str(output))) == 130
+    assert list(tmp_path.glob("*report*")) == []
+
+
+def test_bad_input_exits_2(tmp_path, data):
+    assert main(["verify", str(tmp_path)]) == 2
+    built = build_tiny(tmp_path / "x")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n[]\n")
+    assert main(arguments(built.folder, (bad, data[1]))) == 2
+    assert main(arguments(built.folder, (tmp_path / "none.jsonl", data[1]))) == 2
+
+
+# --------------------------------------------------------------------------- prompts and texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer.load(build_tiny(tmp_path_factory.mktemp("t")).target_dir)
+
+
+def test_prompts_in_every_form(tmp_path, tokenizer):
+    path = write_jsonl(
+        tmp_path / "p.jsonl",
+        [
+            {"messages": [{"role": "user", "content": "hi"}]},
+            {"prompt": "hi", "id": 7},
+            {"text": "hi", "id": "x"},
+        ],
+    )
+    prompts = load_prompts(path, tokenizer, limit=9, max_tokens=100)
+    assert [prompt.id for prompt in prompts] == ["line-1", "7", "x"]
+    assert prompts[0].tokens == prompts[1].tokens == prompts[2].tokens
+    assert len(load_prompts(path, tokenizer, limit=2, max_tokens=100)) == 2
+
+
+def test_every_bad_prompt_is_named(tmp_path, tokenizer):
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "ok", "id": 1}\n{"prompt": 3}\nnot json\n{"messages": []}\n'
+        '{"prompt": "again", "id": 1}\n{"prompt": "' + "x" * 500 + '"}\n'
+    )
+    with pytest.raises(InputError) as caught:
+        load_prompts(path, tokenizer, limit=9, max_tokens=100)
+    assert sorted(problem.line for problem in caught.value.problems) == [2, 3, 4, 5, 6]
+
+
+def test_texts_are_cut_and_counted(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "one two three four"}] * 5)
+    texts = load_texts(path, tokenizer, total_tokens=12, max_tokens=6)
+    assert [len(text) for text in texts] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("path", [PROMPTS_FILE, HELDOUT_FILE], ids=lambda path: path.name)
+def test_what_ships_is_readable(path: Path, tokenizer):
+    if path == PROMPTS_FILE:
+        prompts = load_prompts(path, tokenizer, limit=1000, max_tokens=100_000)
+        assert len(prompts) >= protocol.Settings().num_prompts
+        assert len({prompt.tokens for prompt in prompts}) == len(prompts)
+    else:
+        texts = load_texts(path, tokenizer, total_tokens=10**9, max_tokens=100_000)
+        assert len({tuple(text) for text in texts}) == len(texts)
+        assert len(texts) >= 20
+
+
+# --------------------------------------------------------------------------- reports
+
+
+def made_report(*checks: Check) -> report.Report:
+    return report.Report(
+        engine="engines/x",
+        recipe_name="x",
+        recipe_digest="0" * 64,
+        recipe={},
+        source_digest="1" * 64,
+        created="2026-01-01T00:00:00+00:00",
+        argv=("trtspec", "verify"),
+        tools={"torch": "2"},
+        built_with={},
+        machine={"processor": "p"},
+        settings={},
+        seconds=1.0,
+        checks=checks,
+    )
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    made = made_report(
+        Check("a", Verdict.INCONCLUSIVE, "", True, measured=float("nan"), interval=(float("-inf"), 1.0))
+    )
+    report.write(made, tmp_path / "r.json")
+    value = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert value["checks"][0]["measured"] is None
+    assert value["checks"][0]["interval"] == [None, 1.0]
+    assert value["verdict"] == "INCONCLUSIVE"
+
+
+def test_renderings_hold_every_check_and_warning():
+    made = made_report(
+        Check("one", Verdict.PASS, "all | good", True, measured=1.5, bound=1.2, sense="at least", n=3),
+        Check("two", Verdict.ERROR, "bad " * 40, False, warnings=("look here",)),
+    )
+    assert made.exit_code == 1
+    for text in (render.terminal(made), render.markdown(made)):
+        for word in ("one", "two", "PASS", "ERROR", "look here", "FAIL (1 of 1 required checks passed)"):
+            assert word in text
+    assert max(len(line) for line in render.terminal(made, width=80).splitlines()) <= 80
