@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -67,8 +68,14 @@ def test_a_gate_that_is_not_met_exits_1(tmp_path, data, capsys):
 
 
 def test_a_required_check_that_cannot_run_is_no_pass(tmp_path, data):
-    built = build_tiny(tmp_path / "plain", speculation="{kind: none}", gates="{min_speedup: 1.1}")
-    assert main(arguments(built.folder, data)) == 4
+    """The recipe's rules refuse such gates; should one come through, skipping it must not pass."""
+    built = build_tiny(tmp_path / "plain", speculation="{kind: none}")
+    gates = built.recipe.gates.model_copy(update={"min_speedup": 1.1})
+    demanding = dataclasses.replace(built, recipe=built.recipe.model_copy(update={"gates": gates}))
+    settings = dataclasses.replace(protocol.QUICK, prompts=data[0], heldout=data[1], max_new_tokens=8)
+    result = protocol.verify(demanding, settings)
+    assert result.exit_code == 4
+    assert [check.verdict for check in result.checks if check.name == "speedup"] == [Verdict.SKIPPED]
 
 
 def test_a_plain_recipe_is_checked_for_batching(tmp_path, data, capsys):
