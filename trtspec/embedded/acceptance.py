@@ -57,8 +57,7 @@ def rejection(draft: Draft, law: TargetLaw, draw: Draw) -> Accepted:
     The residual is max(p - q, 0), renormalised; the rejected token then leaves the q of the siblings
     after it, which is renormalised too. With every child rejected the token is drawn from what is left
     of p. Chains: Leviathan et al., arXiv 2211.17192, algorithm 1, and Chen et al., arXiv 2302.01318;
-    several siblings: SpecInfer, arXiv 2305.09781, algorithm 2 and, without replacement, Sequoia,
-    arXiv 2402.12374, section 3.2.
+    several siblings: SpecInfer, arXiv 2305.09781 and, without replacement, Sequoia, arXiv 2402.12374.
 
     Point masses (``draft.probs`` None) are accepted with probability p(x), and the residual is p without x.
 
