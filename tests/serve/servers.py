@@ -1,0 +1,156 @@
+"""Real servers on free ports, and what is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRTSPEC = [sys.executable, "-c", "import sys; from trtspec.cli import main; sys.exit(main())"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+def port_options(ports: list[int]) -> list[str]:
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    return [word for name, port in zip(names, ports, strict=True) for word in (name, str(port))]
+
+
+@dataclass
+class Server:
+    """A running ``trtspec serve``; ``ready`` is what it wrote when it was ready."""
+
+    popen: subprocess.Popen[str]
+    ready: dict[str, Any]
+    log: Path
+
+    @property
+    def grpc(self) -> str:
+        return str(self.ready["grpc"])
+
+    def get(self, path: str, *, port_of: str = "http") -> str:
+        return _http(self._address(port_of), "GET", path)[1]
+
+    def post(self, path: str, body: bytes | dict[str, Any], timeout_s: float = 30) -> tuple[int, str]:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        return _http(self._address("http"), "POST", path, data, timeout_s)
+
+    def generate(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        status, body = self.post("/v2/models/tiny_llm/generate", fields)
+        return status, json.loads(body)
+
+    def metric(self, name: str) -> float:
+        for line in self.get("/metrics", port_of="metrics").splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise AssertionError(f"no metric {name}")
+
+    def stub(self) -> int:
+        """Process id of the model's process."""
+        (server,) = [pid for pid in _processes_with(self.ready["server_id"]) if _name(pid) == "tritonserver"]
+        (stub,) = [pid for pid in _all_pids() if _parent(pid) == server]
+        return stub
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory of this server that still exist."""
+        server_id = self.ready["server_id"]
+        files = [str(path) for path in Path("/dev/shm").glob(f"{server_id}*")]
+        return files + [f"{pid} {_name(pid)}" for pid in _processes_with(server_id)]
+
+    def _address(self, name: str) -> str:
+        return str(self.ready[name]).removeprefix("http://").removesuffix("/metrics")
+
+    def end(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+            try:
+                self.popen.wait(20)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+
+
+def start_server(engine: Path, folder: Path, *options: str) -> Server:
+    ready_file, log = folder / "ready.json", folder / "server.log"
+    argv = [*TRTSPEC, "serve", str(engine), *port_options(free_ports(3)), "--ready-file", str(ready_file)]
+    popen = subprocess.Popen(
+        [*argv, "--log", str(log), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if (
+        not wait_until(lambda: ready_file.exists() or popen.poll() is not None, 60)
+        or popen.poll() is not None
+    ):
+        popen.kill()
+        raise AssertionError(
+            f"not ready:\n{popen.communicate()[0]}\n{log.read_text() if log.exists() else ''}"
+        )
+    return Server(popen, json.loads(ready_file.read_text()), log)
+
+
+def _http(
+    address: str, method: str, path: str, body: bytes | None = None, timeout_s: float = 30
+) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and _name(int(name)) is not None]
+
+
+def _name(pid: int) -> str | None:
+    """The program of a living process; None if it is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+    return None if fields[0] == "Z" else name
+
+
+def _parent(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return -1
+    return int(text[text.rindex(")") + 2 :].split()[1])
+
+
+def _processes_with(text: str) -> list[int]:
+    found = []
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            if text in command:
+                found.append(pid)
+    return found
