@@ -36,7 +36,7 @@ model: setup  ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) into the cache,
 	@$(BIN)/trtspec fetch smollm2-135m-instruct
 
 demo: model  ## build, serve, ask and verify a quantized, speculating model on this machine
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.demo
+	@PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
 
 check: lint type test  ## everything that must be green: lint, types, layers, tests
 
