@@ -1,0 +1,308 @@
+"""Attention of a step's rows over their sequences' paged keys and values, and rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtspec.embedded.batch import SequenceRows, StepBatch
+from trtspec.embedded.kvstore import KvStore
+from trtspec.modelspec import ModelSpec
+
+# Sequences with at most this many rows share one padded call per layer; longer prefill chunks fill a call
+# alone. 16 covers decode and usual drafts; above it padding costs more than the ~50 us a call saves.
+FEW_ROWS = 16
+
+
+# --------------------------------------------------------------------------- rotary embeddings
+
+
+def rope_frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
+    """(inverse frequencies [head_dim / 2] float32, factor on cos and sin) of plain or scaled RoPE.
+
+    RoPE: arXiv 2104.09864. "linear" divides positions by ``factor``; "llama3" does so only for wavelengths
+    beyond the original context, with a linear blend between (Llama 3.1 model card); "yarn" blends by the
+    number of rotations over the original context and scales attention (arXiv 2309.00071, section 3.2).
+    """
+    dim = spec.head_dim
+    # float32 on purpose: models were trained with float32 frequencies, and every engine computes them so.
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    periods = spec.rope_theta**exponents
+    inv_freq = 1.0 / periods
+    scaling = spec.rope_scaling or {}
+    match scaling.get("rope_type", "default"):
+        case "linear":
+            return inv_freq / scaling["factor"], 1.0
+        case "llama3":
+            return _llama3(inv_freq, scaling), 1.0
+        case "yarn":
+            return _yarn(periods, scaling, spec)
+        case _:
+            return inv_freq, 1.0
+
+
+def _llama3(inv_freq: Tensor, scaling: dict[str, Any]) -> Tensor:
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    slowed = torch.where(wavelength > original / low, inv_freq / factor, inv_freq)
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * slowed / factor + blend * slowed
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn(periods: Tensor, scaling: dict[str, Any], spec: ModelSpec) -> tuple[Tensor, float]:
+    dim, factor = spec.head_dim, scaling["factor"]
+    original = scaling["original_max_position_embeddings"]
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        both = mscale and mscale_all
+        attention_factor = magnitude(mscale) / magnitude(mscale_all) if both else magnitude(1.0)
+
+    def dimension_turning(rotations: float) -> float:
+        """The dimension that turns ``rotations`` times over the original context."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+
+    low = dimension_turning(scaling.get("beta_fast") or 32)
+    high = dimension_turning(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (factor * periods)) * (1 - keep) + (1.0 / periods) * keep, float(attention_factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """cos and signed sin for every position, ``[positions, head_dim]`` in float32 (float64 rows are rotated
+    with the float32 values, as trained)."""
+
+    cos: Tensor
+    sin: Tensor
+    """The first half negated: rotate(x) = x * cos + swap_halves(x) * sin."""
+
+    @staticmethod
+    def of(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Rope:
+        inv_freq, factor = rope_frequencies(spec)
+        angles = torch.arange(spec.max_positions, dtype=torch.float32)[:, None] * inv_freq
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return Rope(torch.cat((cos, cos), -1).to(device, wide), torch.cat((-sin, sin), -1).to(device, wide))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) ``[rows, 1, head_dim]``."""
+        return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``heads [rows, heads, head_dim]`` rotated; computed in float32 or better, returned in its own dtype."""
+    half = heads.shape[-1] // 2
+    wide = heads.to(cos.dtype)
+    swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
+    return torch.addcmul(wide * cos, swapped, sin).to(heads.dtype)
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sequences whose rows attend in one call: padded to ``rows`` queries and ``keys`` keys each."""
+
+    sequences: int
+    rows: int
+    keys: int
+    query_rows: Tensor | None
+    """[sequences * rows]: batch row of each query; None: the batch's rows in order."""
+    outputs: Tensor | None
+    """[real rows]: which padded outputs are real; None: all."""
+    slots: Tensor
+    """[sequences * keys]"""
+    mask: Tensor | None
+    """Added to the scores: ``[sequences, 1, rows * queries per KV head, keys]`` for few rows, ``[rows, keys]``
+    for a long chunk; None: nothing masked."""
+    long: bool
+    causal: bool
+    """A long chunk without context, whose triangle the kernel can skip."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Who attends to what in one step; made once and used by every layer."""
+
+    groups: tuple[_Group, ...]
+    order: Tensor | None
+    """[rows]: where in the groups' concatenated outputs each batch row is; None: in order."""
+
+
+def plan_attention(batch: StepBatch, spec: ModelSpec, dtype: torch.dtype) -> AttentionPlan:
+    """Group the sequences of ``batch``. Raises nothing; masks are finite so that no row can become NaN."""
+    few: dict[int, list[SequenceRows]] = {}
+    long: list[SequenceRows] = []
+    for sequence in batch.sequences:
+        if sequence.count > FEW_ROWS:
+            long.append(sequence)
+        else:
+            # Equal bit lengths keep the padding of keys below a factor of two.
+            length = (len(sequence.context) + sequence.count) | 255
+            few.setdefault(length.bit_length(), []).append(sequence)
+    groups = [_few_rows(batch, sequences, spec, dtype) for sequences in few.values()]
+    groups += [_long_chunk(batch, sequence, spec, dtype) for sequence in long]
+    if len(groups) == 1:
+        return AttentionPlan(tuple(groups), None)
+    members = [sequence for sequences in few.values() for sequence in sequences] + long
+    device = batch.tokens.device
+    rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members]).to(device)
+    order = torch.empty_like(rows)
+    order[rows] = torch.arange(len(rows), device=device)
+    return AttentionPlan(tuple(groups), order)
+
+
+def _few_rows(
+    batch: StepBatch, sequences: Sequence[SequenceRows], spec: ModelSpec, dtype: torch.dtype
+) -> _Group:
+    device = batch.tokens.device
+    counts = [s.count for s in sequences]
+    contexts = [len(s.context) for s in sequences]
+    rows = max(counts)
+    lengths = [context + count for context, count in zip(contexts, counts, strict=True)]
+    keys = max(lengths)
+    own = [batch.slots[s.first : s.first + s.count] for s in sequences]
+    pieces: list[Tensor] = []
+    for sequence, slots, length in zip(sequences, own, lengths, strict=True):
+        pieces += [sequence.context, slots]
+        if length < keys:
+            # Padding reads the sequence's own slot: even a neighbour's NaN cannot reach it.
+            pieces.append(slots[:1].expand(keys - length))
+    all_rows = len(sequences) == len(batch.sequences)
+    padded = min(counts) < rows
+    query_rows = outputs = None
+    if not all_rows or padded:
+        query_rows = torch.tensor(
+            [s.first + min(i, s.count - 1) for s in sequences for i in range(rows)], device=device
+        )
+    if padded:
+        outputs = torch.tensor(
+            [b * rows + i for b, count in enumerate(counts) for i in range(count)], device=device
+        )
+    mask = None
+    window = _window(batch, spec)
+    if rows > 1 or min(lengths) < keys or window is not None:
+        # Row i (padded rows repeat the last) sees keys 0 .. context + i.
+        last = torch.tensor(
+            [[c + min(i, n - 1) for i in range(rows)] for c, n in zip(contexts, counts, strict=True)],
+            device=device,
+        )
+        visible = torch.arange(keys, device=device) <= last[:, :, None]
+        for b, sequence in enumerate(sequences):
+            if sequence.tree is not None:
+                n, c = counts[b], contexts[b]
+                visible[b, :n, c : c + n] = sequence.tree
+                visible[b, n:, c : c + n] = sequence.tree[-1]
+            if window is not None:
+                n = counts[b]
+                near = _within_window(batch, sequence, window)
+                visible[b, :n, : lengths[b]] &= near
+                visible[b, n:, : lengths[b]] &= near[-1]
+        queries = spec.num_heads // spec.num_kv_heads
+        bias = _bias(visible, dtype)[:, :, None, :].expand(-1, -1, queries, -1)
+        mask = bias.reshape(len(sequences), 1, rows * queries, keys)
+    return _Group(
+        len(sequences), rows, keys, query_rows, outputs, torch.cat(pieces), mask, long=False, causal=False
+    )
+
+
+def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype: torch.dtype) -> _Group:
+    device = batch.tokens.device
+    first, rows, context = sequence.first, sequence.count, len(sequence.context)
+    keys = context + rows
+    window = _window(batch, spec)
+    causal = context == 0 and sequence.tree is None and window is None
+    mask = None
+    if not causal:
+        visible = torch.arange(keys, device=device) <= torch.arange(context, keys, device=device)[:, None]
+        if sequence.tree is not None:
+            visible[:, context:] = sequence.tree
+        if window is not None:
+            visible &= _within_window(batch, sequence, window)
+        mask = _bias(visible, dtype)
+    query_rows = None
+    if len(batch.sequences) > 1:
+        query_rows = torch.arange(first, first + rows, device=device)
+    slots = torch.cat((sequence.context, batch.slots[first : first + rows]))
+    return _Group(1, rows, keys, query_rows, None, slots, mask, long=True, causal=causal)
+
+
+def _window(batch: StepBatch, spec: ModelSpec) -> int | None:
+    """The sliding window when some row of the batch reaches beyond it."""
+    window = spec.sliding_window
+    return window if window is not None and int(batch.positions.max()) >= window else None
+
+
+def _within_window(batch: StepBatch, sequence: SequenceRows, window: int) -> Tensor:
+    """[count, context + count] bool: the key is less than ``window`` positions before the row."""
+    own = batch.positions[sequence.first : sequence.first + sequence.count]
+    start = own[0] - len(sequence.context)
+    keys = torch.cat((torch.arange(len(sequence.context), device=own.device) + start, own))
+    return keys > own[:, None] - window
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, else so low that its weight is exactly 0. Finite: -inf minus -inf, which a kernel meets
+    when a whole block of keys is masked, would be NaN."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min / 2
+    )
+
+
+def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor:
+    """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; the rows' own KV must be in ``store``."""
+    outputs = [_attend_group(q, layer, store, group) for group in plan.groups]
+    if plan.order is None:
+        return outputs[0]
+    return torch.cat(outputs).index_select(0, plan.order)
+
+
+def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tensor:
+    k, v = store.read(layer, group.slots)
+    if group.query_rows is not None:
+        q = q.index_select(0, group.query_rows)
+    _, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    queries = heads // kv_heads
+    if group.long:
+        # KV heads as the batch and their queries as the heads: keys are shared by stride, not by copy.
+        out = F.scaled_dot_product_attention(
+            q.view(-1, kv_heads, queries, dim).permute(1, 2, 0, 3),
+            k.transpose(0, 1)[:, None].expand(-1, queries, -1, -1),
+            v.transpose(0, 1)[:, None].expand(-1, queries, -1, -1),
+            attn_mask=group.mask,
+            is_causal=group.causal,
+        )
+        return out.permute(2, 0, 1, 3).reshape(-1, heads * dim)
+    # The queries of one KV head become rows, so that the kernel multiplies matrices instead of vectors.
+    batch, rows = group.sequences, group.rows
+    folded = q.view(batch, rows, kv_heads, queries, dim).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        folded.reshape(batch, kv_heads, rows * queries, dim),
+        k.view(batch, group.keys, kv_heads, dim).transpose(1, 2),
+        v.view(batch, group.keys, kv_heads, dim).transpose(1, 2),
+        attn_mask=group.mask,
+    )
+    out = out.view(batch, kv_heads, rows, queries, dim).transpose(1, 2).reshape(batch * rows, heads * dim)
+    return out if group.outputs is None else out.index_select(0, group.outputs)
