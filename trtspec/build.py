@@ -86,6 +86,19 @@ def build(
     return Built(plan.folder, manifest, False, reused, time.monotonic() - began)
 
 
+def foresee(plan: Plan) -> tuple[str, ...]:
+    """The steps whose output a build would take over from the engine that is there; all of them when it is
+    up to date. Writes nothing; an interrupted build's steps are not looked at."""
+    previous = _previous(plan, False, lambda line: None)
+    if previous is None:
+        return ()
+    if _is_current(plan, previous):
+        return tuple(step.name for step in plan.steps)
+    recorded = {step.name: step.digest for step in previous.steps}
+    same = [step for step in plan.steps if step.output is not None and recorded.get(step.name) == step.digest]
+    return tuple(step.name for step in same if step.name != "import")
+
+
 @contextlib.contextmanager
 def _explained(plan: Plan) -> Iterator[None]:
     """Turn what the disk refuses into one line that says what to do."""

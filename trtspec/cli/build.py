@@ -54,7 +54,8 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
 
     if dry_run:
         plan = make_plan(recipe, engines_dir)
-        print_json("build", _plan_fields(plan)) if as_json else _print_plan(plan)
+        reused = () if force else building.foresee(plan)
+        print_json("build", _plan_fields(plan, reused)) if as_json else _print_plan(plan, reused)
         return
     with Progress(quiet=as_json) as progress:
         built = building.build(
@@ -78,17 +79,18 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
         click.echo(f"{built.folder} is up to date")
     else:
         size = sum(record.size for record in built.manifest.files.values())
-        reused = f", {', '.join(built.reused)} re-used" if built.reused else ""
-        click.echo(f"{built.folder}: {human_bytes(size)}, built in {human_seconds(built.seconds)}{reused}")
+        note = f", {', '.join(built.reused)} re-used" if built.reused else ""
+        click.echo(f"{built.folder}: {human_bytes(size)}, built in {human_seconds(built.seconds)}{note}")
 
 
-def _plan_fields(plan: Plan) -> dict[str, Any]:
+def _plan_fields(plan: Plan, reused: tuple[str, ...]) -> dict[str, Any]:
     steps = [
         {
             "name": step.name,
             "what": step.what,
             "argv": list(step.argv),
             "digest": step.digest,
+            "reused": step.name in reused,
             "output": None if step.output is None else str(step.output),
         }
         for step in plan.steps
@@ -96,11 +98,16 @@ def _plan_fields(plan: Plan) -> dict[str, Any]:
     return {"dry_run": True, "engine": str(plan.folder), "work": str(plan.work), "steps": steps}
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan, reused: tuple[str, ...]) -> None:
+    if len(reused) == len(plan.steps):
+        click.echo(f"{plan.folder} is up to date: nothing would be done; --force does all of this again")
     for step in plan.steps:
         click.echo(f"{step.name}: {step.what}")
+        if step.name in reused:
+            click.echo("    (output of the engine that is there, same inputs)")
         click.echo(f"    $ {shlex.join(step.argv)}" if step.argv else "    (done by trtspec build itself)")
-    click.echo(f"then seal {plan.work} and rename it to {plan.folder}")
+    if len(reused) < len(plan.steps):
+        click.echo(f"then seal {plan.work} and rename it to {plan.folder}")
 
 
 # --------------------------------------------------------------------------- quantize

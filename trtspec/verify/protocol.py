@@ -20,6 +20,7 @@ from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.ruler import max_draft, run
+from trtspec.verify.stats import rate_upper_bound
 from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 
 OnProgress = Callable[[str, int, int], None]
@@ -81,6 +82,7 @@ def verify(
     a verdict in the report, not an exception.
     """
     began, created = time.monotonic(), utc_now()
+    rate_upper_bound(0, 1)  # a missing scipy is said now, not after minutes of measuring
     recipe = built.recipe
     tokenizer = Tokenizer.load(built.target_dir)
     prompts = load_prompts(
@@ -92,11 +94,19 @@ def verify(
         ),
         skip_long=settings.prompts is None,
     )
+    texts: list[list[int]] = []
+    if built.manifest.target != "baseline":
+        texts = load_texts(
+            settings.heldout or HELDOUT_FILE,
+            tokenizer,
+            total_tokens=settings.quality_tokens,
+            max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
+        )
     with contextlib.ExitStack() as stack:
         say("loading the engines")
         engines = _open(built, stack)
         say(f"{len(prompts)} prompts; about {_estimate_s(engines, prompts, settings, recipe):.0f} s to go")
-        checks = _measure(built, engines, prompts, tokenizer, settings, say, on_progress)
+        checks = _measure(built, engines, prompts, texts, tokenizer, settings, say, on_progress)
     notes = []
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
@@ -174,6 +184,7 @@ def _measure(
     built: Artifact,
     engines: _Engines,
     prompts: Sequence[Prompt],
+    texts: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     settings: Settings,
     say: Say,
@@ -207,20 +218,15 @@ def _measure(
 
     if quantizes:
         say("quality: perplexity against the 16-bit baseline")
-        heldout = settings.heldout or HELDOUT_FILE
-        texts = load_texts(
-            heldout,
-            tokenizer,
-            total_tokens=settings.quality_tokens,
-            max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
-        )
         checks.append(
             check_quality(
                 engines.plain,
                 engines.baseline,
                 texts,
                 bound=gates.max_perplexity_ratio,
-                source="held-out texts that ship with trtspec" if settings.heldout is None else heldout.name,
+                source="held-out texts that ship with trtspec"
+                if settings.heldout is None
+                else settings.heldout.name,
                 on_progress=stage("quality"),
             )
         )
