@@ -109,8 +109,9 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
             f"{len(samples)} there are; all are used"
         )
     _require_room(out_dir, weight_bytes(model_dir))
-    load_dtype, memory_note = _choose_load_dtype(spec, quantization, rows, device)
-    notes += memory_note
+    available = available_memory_bytes() if device == "cpu" else None
+    load_dtype, memory_notes = choose_load_dtype(spec, quantization, rows, available)
+    notes += memory_notes
     return Preflight(spec, linears, quantized, tuple(excluded), tokenizer, rows, load_dtype, tuple(notes))
 
 
@@ -306,14 +307,12 @@ def estimate_memory_bytes(
     return int(_PROCESS_BYTES + weights + 8 * batch_tokens * spec.intermediate_size * value_bytes)
 
 
-def _choose_load_dtype(
-    spec: ModelSpec, quantization: Quantization, rows: calibration.Rows, device: str
+def choose_load_dtype(
+    spec: ModelSpec, quantization: Quantization, rows: calibration.Rows, available: int | None
 ) -> tuple[str, list[str]]:
     """Float32 where it fits. The exporter divides by scales in the dtype that the weights are loaded in: in
-    bfloat16 that rounds twice, and 3 % of FP8 codes come out one step off."""
-    if device != "cpu":
-        return "float32", []
-    available = available_memory_bytes()
+    bfloat16 that rounds twice, and 3 % of FP8 codes come out one step off. Returns the dtype and notes;
+    MissingError when ``available`` bytes do not suffice even for 16 bit."""
     narrow = "float16" if spec.dtype == "float16" else "bfloat16"
     wide_need = estimate_memory_bytes(spec, quantization, rows, 4)
     if available is None or wide_need <= available:

@@ -42,7 +42,8 @@ Progress = Callable[[str, int, int], None]
 _NOISE = re.compile(
     r"torch_dtype|lm_head is not calibrated|original dtype|Using `export_dir`|is deprecated|"
     r"Unable to find (a )?valid CUDA|CUDA(_HOME)? (is )?not (available|found)|No CUDA|triton|"
-    r"torch\.cuda|lm_eval|not installed|Failed to import|generation flags are not valid"
+    r"torch\.cuda|lm_eval|not installed|Failed to import|generation flags are not valid|"
+    r"To copy construct from a tensor|Tied weight \(declared\)"
 )
 
 

@@ -113,21 +113,21 @@ def _work(
     progress("check", 0, 1)
     kind, kv_cache = quantization.kind, quantization.kv_cache
     with readback.open_tensors(model_dir) as source, readback.open_tensors(partial) as export:
+        layers = readback.layer_reports(found.spec, source, export)
+        kv_layers = readback.kv_reports(found.spec, export)
+        quantized, num_layers = found.quantized, found.spec.num_layers
         passed = checks.run(
             {
                 "weight_files": lambda: checks.weight_files(partial),
-                "scales": lambda: checks.scales(
-                    export, found.quantized, kind, kv_cache, found.spec.num_layers
-                ),
-                "selection": lambda: checks.selection(export, found.quantized),
-                "unquantized_weights": lambda: checks.unquantized_weights(source, export, found.quantized),
-                "excluded_modules": lambda: checks.excluded_modules(partial, found.linears, found.quantized),
+                "scales": lambda: checks.scales(export, quantized, kind, kv_cache, num_layers),
+                "selection": lambda: checks.selection(export, quantized),
+                "unquantized_weights": lambda: checks.unquantized_weights(source, export, quantized, kind),
+                "fidelity": lambda: checks.fidelity(layers),
+                "excluded_modules": lambda: checks.excluded_modules(partial, found.linears, quantized),
                 "config": lambda: checks.config(model_dir, partial, kind, kv_cache),
                 "copied_files": lambda: checks.copied_files(model_dir, partial),
             }
         )
-        layers = readback.layer_reports(found.spec, source, export)
-        kv_layers = readback.kv_reports(found.spec, export)
     seconds["check"] = time.monotonic() - started
     progress("check", 1, 1)
 
