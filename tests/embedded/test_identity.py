@@ -70,7 +70,7 @@ def test_greedy_tokens_are_the_references(
     for request in requests[2:5]:  # alone, hitting all of its own prompt
         run_and_check(engine, [request], family)
     stats = engine.stats()
-    assert (stats.drafted_tokens > 20 and stats.accepted_tokens > 10) == drafting
+    assert stats.accepted_tokens > 20 if drafting else stats.drafted_tokens == 0
     if prefix_cache:
         prompts = sum(len(request.prompt_tokens) for request in requests[2:5])
         assert stats.prefix_hit_tokens - missed == prompts - 3
@@ -291,20 +291,20 @@ def hostile_run(engine: EmbeddedEngine | None = None) -> None:
 def test_stale_kv_after_rejection_is_noticed() -> None:
     engine = tiny_engine(page_tokens=4, drafter=oracle(workload(), kind=Hostile))
     engine._cache.__class__ = KeepsRejectedRows
-    with pytest.raises(AssertionError, match="r"):
+    with pytest.raises(AssertionError, match=r"^r\d"):
         hostile_run(engine)
 
 
 def test_wrong_positions_in_a_branch_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile_run()
     monkeypatch.setattr(engine_module, "depths", lambda draft: tuple(range(1, len(draft) + 1)))
-    with pytest.raises(AssertionError, match="r"):
+    with pytest.raises(AssertionError, match=r"^r\d"):
         hostile_run()
 
 
 def test_a_causal_mask_over_a_tree_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "tree_mask", lambda draft: None)
-    with pytest.raises(AssertionError, match="r"):
+    with pytest.raises(AssertionError, match=r"^r\d"):
         hostile_run()
 
 
@@ -327,14 +327,14 @@ def test_publishing_drafts_is_noticed() -> None:
             check(generate(engine, [request]), [request])
 
     run(EmbeddedEngine)
-    with pytest.raises(AssertionError, match="r"):
+    with pytest.raises(AssertionError, match=r"^r\d"):
         run(PublishesDrafts)
 
 
 def test_a_restarted_random_stream_is_noticed() -> None:
     requests = workload(SAMPLED)
-    with pytest.raises(AssertionError, match="r"):
-        run_and_check(tiny_engine(kv_tokens=96, engine=LosesDrawsOnPreemption), requests)
+    with pytest.raises(AssertionError, match=r"^r\d"):
+        run_and_check(tiny_engine(kv_tokens=112, engine=LosesDrawsOnPreemption), requests)
 
 
 # depths is what the position test replaces; should it move, that test would prove nothing.

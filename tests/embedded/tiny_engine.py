@@ -74,7 +74,7 @@ def expected(family: Family, request: Request) -> tuple[int, ...]:
 GREEDY = Sampling()
 
 
-def workload(sampling: Sampling = GREEDY, *, count: int = 8, new_tokens: int = 24) -> list[Request]:
+def workload(sampling: Sampling = GREEDY, *, count: int = 8, new_tokens: int = 48) -> list[Request]:
     """Prompts that repeat a phrase, some alike at the start, of 1 to 60 tokens."""
     chance = random.Random(5)
     start = [chance.randrange(3, VOCAB) for _ in range(19)]

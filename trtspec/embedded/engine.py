@@ -181,6 +181,7 @@ class EmbeddedEngine:
 
     # ------------------------------------------------------------------ the round
 
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """One target forward over the scheduled rows; [] when nothing is in flight."""
         outputs = list(self._cancelled.values())

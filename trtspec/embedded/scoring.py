@@ -14,6 +14,7 @@ from trtspec.engine import Scores
 from trtspec.errors import InputError, Problem
 
 
+@torch.inference_mode()
 def score_text(
     model: Decoder, new_store: Callable[[int], KvStore], tokens: Sequence[int], chunk_tokens: int
 ) -> Scores:
