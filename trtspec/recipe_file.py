@@ -19,7 +19,6 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
@@ -131,18 +130,19 @@ def _read_file(path: str | os.PathLike[str]) -> bytes | str:
             return "the file name holds a NUL character; allowed: a path; check the name"
         # Non-blocking, so that a FIFO in the place of a recipe cannot hang the command.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(descriptor, "rb") as handle:
+        try:
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISDIR(mode):
                 return "is a folder; allowed: a recipe file; name the file in it"
             if not stat.S_ISREG(mode):
                 return "is not a regular file; allowed: a recipe file; copy its content into one"
-            raw = handle.read(MAX_FILE_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as handle:
+                raw = handle.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return "no such file; check the path, or write a recipe with: trtspec init"
     except OSError as error:
-        if FilePath(path).is_dir():
-            return "is a folder; allowed: a recipe file; name the file in it"
         return f"cannot be read ({os.strerror(error.errno or 0)}); check the path and its permissions"
     if len(raw) > MAX_FILE_BYTES:
         return f"is larger than {MAX_FILE_BYTES // 1_000_000} MB; a recipe has a few kB; is this a recipe?"
@@ -334,10 +334,7 @@ def _allowed(schema: dict[str, Any]) -> str:
     if kind == "boolean":
         return "true or false"
     if kind == "array":
-        item = _allowed(schema["items"]).removesuffix(", not empty")
-        return "a list of " + item.removeprefix("a ").replace("list", "lists", 1).replace(
-            "number", "numbers", 1
-        )
+        return "a list of " + _several(schema["items"])
     if "pattern" in schema:
         return _PATTERN_WORDS[schema["pattern"]]
     if kind == "string":
@@ -345,6 +342,12 @@ def _allowed(schema: dict[str, Any]) -> str:
     if "oneOf" in schema:
         return "a mapping with kind: " + ", ".join(variants(schema))
     return "a mapping with the keys " + ", ".join(schema.get("properties", {}))
+
+
+def _several(schema: dict[str, Any]) -> str:
+    if schema.get("type") == "array":
+        return "lists of " + _several(schema["items"])
+    return _allowed(schema).replace("a whole number", "whole numbers").removesuffix(", not empty")
 
 
 def _shown(number: float) -> str:
