@@ -22,7 +22,7 @@ from trtspec.errors import Problem
 Path = tuple[str | int, ...]
 
 MAX_DEPTH = 16
-MAX_EVENTS = 50_000
+MAX_EVENTS = 10_000
 MAX_PROBLEMS = 50
 
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}

@@ -71,8 +71,20 @@ def _write(path: Path, text: str, *, force: bool) -> None:
 @click.option(
     "--model", default="sample:smollm2-135m-instruct", show_default=True, help="Folder, sample or hub id."
 )
-@click.option("--backend", type=click.Choice(_kinds("backend")), default="embedded", show_default=True)
-@click.option("--quantization", type=click.Choice(_kinds("quantization")), default="fp8", show_default=True)
+@click.option(
+    "--backend",
+    type=click.Choice(_kinds("backend")),
+    default="embedded",
+    show_default=True,
+    help="What runs the model.",
+)
+@click.option(
+    "--quantization",
+    type=click.Choice(_kinds("quantization")),
+    default="fp8",
+    show_default=True,
+    help="Format of the weights.",
+)
 @click.option(
     "--kv-cache",
     type=click.Choice(["none", "fp8", "int8", "nvfp4"]),
@@ -80,7 +92,13 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     show_default=True,
     help="Format of the KV cache.",
 )
-@click.option("--speculation", type=click.Choice(_kinds("speculation")), default="ngram", show_default=True)
+@click.option(
+    "--speculation",
+    type=click.Choice(_kinds("speculation")),
+    default="ngram",
+    show_default=True,
+    help="How tokens are drafted.",
+)
 @click.option("--draft-model", help="With draft_model: its folder, sample or hub id.")
 @click.option("--heads", help="With medusa, eagle and eagle3: folder or hub id of the heads.")
 @click.option("-o", "--output", help="File to write; - for stdout. Default: NAME.yaml.")
