@@ -16,6 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+RECIPE = """\
+version: 1
+name: tiny
+model: {source: model}
+backend: {kind: embedded, dtype: float32, threads: 1}
+speculation: {kind: ngram, num_draft_tokens: 4}
+limits: {max_batch_size: 16, max_input_tokens: 256, max_seq_tokens: 4096, max_num_tokens: 256}
+serving: {model_name: tiny_llm, max_queue_requests: 4, default_max_tokens: 24}
+"""
+
 TRTSPEC = [sys.executable, "-c", "import sys; from trtspec.cli import main; sys.exit(main())"]
 
 
@@ -93,6 +103,43 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
+
+
+def build_tiny(folder: Path, poison: str | None = None) -> Path:
+    """Folder of a sealed engine: 2 layers, random weights, float32, n-gram drafting, no EOS token, so that
+    an answer is as long as it was asked to be. A prompt with the character ``poison`` makes logits NaN."""
+    from tiny import make_tiny_model
+
+    from trtspec.build import build
+
+    model = make_tiny_model(folder / "model", max_positions=4096)
+    for name, key in (
+        ("generation_config", "eos_token_id"),
+        ("config", "eos_token_id"),
+        ("tokenizer_config", "eos_token"),
+    ):
+        path = model / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
+    if poison is not None:
+        _poison(model, poison)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return build(folder / "recipe.yaml", folder / "engines").folder
+
+
+def _poison(model: Path, character: str) -> None:
+    """Let only this character's embedding reach dimension 0, which queries and keys blow up: their product
+    overflows, and softmax makes it NaN."""
+    from safetensors.torch import load_file, save_file
+
+    from trtspec.text import Tokenizer
+
+    (token,) = Tokenizer.load(model).encode(character)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = 0
+    weights["model.embed_tokens.weight"][token, 0] = 1
+    for projection in ("q_proj", "k_proj"):
+        weights[f"model.layers.0.self_attn.{projection}.weight"][:, 0] = 1e25
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def start_server(engine: Path, folder: Path, *options: str) -> Server:

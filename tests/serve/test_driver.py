@@ -86,7 +86,7 @@ class Breaking:
 def make_driver(artifact: Artifact, tokenizer: Tokenizer) -> Iterator[Callable[..., Driver]]:
     made: list[Driver] = []
 
-    def make(engine: Any = None, **changes: Any) -> Driver:
+    def make(engine: Any = None, tokenizer: Tokenizer = tokenizer, **changes: Any) -> Driver:
         options: dict[str, Any] = {
             "max_open": 20,
             "max_input_tokens": 256,
@@ -158,6 +158,21 @@ def test_a_stop_string_ends_the_request_early(make_driver: Callable[..., Driver]
     assert reply.num_output_tokens < 200
 
 
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(
+    make_driver: Callable[..., Driver], artifact: Artifact
+) -> None:
+    own = Tokenizer.load(artifact.target_dir)
+    request = Request("0", tuple(own.encode("Hello")), 24)
+    tokens = run_engine(open_engine(artifact), [request])[0].tokens
+    stop = tokens[9]
+    own.eos_token_ids = frozenset({stop})
+    listener = ask(make_driver(tokenizer=own), Generate("Hello", exclude_input=True))
+    assert listener.text() == own.decode(tokens[: tokens.index(stop)])
+    (reply,) = listener.replies
+    assert (reply.finish_reason, reply.stop_reason) == ("stop", str(stop))
+    assert reply.num_output_tokens == tokens.index(stop) + 1
+
+
 def test_a_caller_that_leaves_is_cancelled_and_the_others_go_on(make_driver: Callable[..., Driver]) -> None:
     driver = make_driver()
     staying = ask(driver, Generate("Hello", max_tokens=400, exclude_input=True))
@@ -211,11 +226,12 @@ def test_requests_that_cannot_run_are_refused(
 
 
 def test_the_default_length_fits_into_the_room_left(make_driver: Callable[..., Driver]) -> None:
-    driver = make_driver(default_max_tokens=100_000, max_input_tokens=4096)
-    listener = ask(driver, Generate("a" * 4000, exclude_input=True))
+    driver = make_driver(default_max_tokens=100_000)
+    listener = ask(driver, Generate("Hello", exclude_input=True))
     assert listener.done.wait(60)
     (reply,) = listener.replies
-    assert reply.num_input_tokens + reply.num_output_tokens <= 4096
+    assert reply.finish_reason == "length"
+    assert reply.num_input_tokens + reply.num_output_tokens == 4096
 
 
 def test_a_failing_engine_answers_everyone_and_takes_no_more(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.engine import Sampling
-from trtspec.errors import InputError
-from trtspec.serve.preflight import Addresses, numpy_problem, port_problems
+from trtspec.errors import InputError, MissingError
+from trtspec.serve.launch import load_failure, new_server_id
+from trtspec.serve.preflight import (
+    Addresses,
+    find_installation,
+    library_problem,
+    numpy_problem,
+    port_problems,
+)
 from trtspec.serve.protocol import INPUTS, NEVER_SENT, OUTPUTS, TEXT_DELTA, Generate, Stop, parse, tensors
 from trtspec.serve.repository import render
 
@@ -199,3 +207,46 @@ def test_an_address_of_another_machine_is_refused() -> None:
     problems = port_problems(Addresses("192.0.2.1", 18999, 18998, 18997))
     assert len(problems) == 3
     assert "http port 192.0.2.1:18999 cannot be used" in problems[0]
+
+
+@pytest.mark.triton
+def test_missing_libraries_are_named(tmp_path: Path) -> None:
+    """A copied stub has lost the libraries that lie beside the original."""
+    try:
+        stub = find_installation().stub
+    except MissingError as missing:
+        pytest.skip(str(missing))
+    environment = {"PATH": "/usr/bin:/bin"}
+    assert library_problem(stub, environment) is None or "libpython" in str(
+        library_problem(stub, environment)
+    )
+    copy = tmp_path / stub.name
+    shutil.copy(stub, copy)
+    assert "libcudart" in str(library_problem(copy, environment))
+    (tmp_path / "text").write_text("no program")
+    assert "ldd cannot read it" in str(library_problem(tmp_path / "text", environment))
+
+
+# --------------------------------------------------------------------------- the server's log
+
+LOADED = "I1129 21:42:12 1 model_lifecycle.cc:839] \"successfully loaded 'm'\""
+REFUSED = (
+    "E1129 21:42:12.700563 12614 model_lifecycle.cc:642] \"failed to load 'm' version 1: Internal: "
+    'InputError: recipe.yaml:3: \\"x\\" is bad; do that\\nsecond line\\n\\nAt:\\n  /a/b.py(39): bad\\n"\n'
+    "+---+\n"
+)
+
+
+def test_the_reason_of_a_failed_load_is_found_in_the_log() -> None:
+    assert load_failure(LOADED) is None
+    assert load_failure(f"{LOADED}\n{REFUSED}I1129 more") == (
+        "InputError",
+        'recipe.yaml:3: "x" is bad; do that\nsecond line',
+    )
+
+
+def test_no_server_id_begins_another() -> None:
+    """Shared memory is deleted by prefix: trtspec-12 must not take that of trtspec-123 along."""
+    ids = {new_server_id() for _ in range(3)}
+    assert len(ids) == 3
+    assert all(one.endswith("-") for one in ids)

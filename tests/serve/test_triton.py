@@ -21,19 +21,25 @@ from typing import Any
 import pytest
 
 pytest.importorskip("tritonclient.grpc")
-pytest.importorskip("pytriton", reason="nvidia-pytriton holds the server")
 
-from servers import TRTSPEC, Server, free_ports, port_options, start_server, wait_until
+from servers import TRTSPEC, Server, build_tiny, free_ports, port_options, start_server, wait_until
+
 from trtspec.artifact import Artifact, open_artifact
 from trtspec.backends import open_engine
 from trtspec.engine import Completion, Request, Sampling
 from trtspec.engine import generate as run_engine
 from trtspec.errors import InputError, MissingError
 from trtspec.serve.client import Finished, generate, stream
+from trtspec.serve.preflight import find_installation
 from trtspec.serve.protocol import Generate
 from trtspec.text import Tokenizer
 
 pytestmark = pytest.mark.triton
+
+try:
+    find_installation()
+except MissingError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
 
 MODEL = "tiny_llm"
 PROMPTS = ["Hello", "one two one two one two", "naïve café", "你好 🙂 世界", "a", "x = x + 1\nx = x + 1\n"]
@@ -320,6 +326,18 @@ def stop_by_grpc(url: str, request_id: str) -> None:
         client.stop_stream()
 
 
+def test_a_silent_server_is_given_up(server: Server) -> None:
+    stub = server.stub()
+    os.kill(stub, signal.SIGSTOP)
+    try:
+        with pytest.raises(MissingError, match=r"no answer for 0\.5 s"):
+            generate(server.grpc, MODEL, Generate("Hello", max_tokens=LONG), idle_timeout_s=0.5)
+    finally:
+        os.kill(stub, signal.SIGCONT)
+    assert wait_until(lambda: server.metric("trtspec_requests_running") == 0)
+    assert generate(server.grpc, MODEL, Generate("Hello", max_tokens=2)).text
+
+
 # --------------------------------------------------------------------------- metrics
 
 
@@ -459,15 +477,31 @@ def test_a_taken_port_is_reported_before_anything_starts(tiny_engine: Path, take
     assert f"--{name}-port" in result.stderr
 
 
-def test_a_model_that_does_not_come_up_in_time_is_stopped(tiny_engine: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    options = [*port_options(free_ports(3)), "--start-timeout", "1", "--log", str(log)]
+def test_a_model_that_does_not_come_up_in_time_is_stopped(tiny_engine: Path) -> None:
     # torch alone takes longer than a second to import.
-    result = run_cli("serve", str(tiny_engine), *options)
-    assert result.returncode == 3
-    assert "was not ready after 1 s" in result.stderr
-    server_id = next(word for word in log.read_text().split() if word.startswith("trtspec-"))
-    assert not list(Path("/dev/shm").glob(f"{server_id}*"))
+    options = [*port_options(free_ports(3)), "--start-timeout", "1"]
+    child = subprocess.Popen(
+        [*TRTSPEC, "serve", str(tiny_engine), *options], stderr=subprocess.PIPE, text=True
+    )
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == 3
+    assert "was not ready after 1 s" in errors
+    assert not list(Path("/dev/shm").glob(f"trtspec-{child.pid}-*"))
+
+
+def test_a_failing_engine_answers_with_errors_and_ends_the_server(tmp_path: Path) -> None:
+    """A prompt with one character of this model breaks the step it is in."""
+    engine = build_tiny(tmp_path, poison="~")
+    own = start_server(engine, tmp_path)
+    with running_stream(own.grpc) as received:
+        with pytest.raises(MissingError, match="the engine failed"):
+            generate(own.grpc, MODEL, Generate("a~b"))
+        output, _ = own.popen.communicate(timeout=20)
+    assert own.popen.returncode == 3
+    assert "the engine failed" in str(received[-1])
+    assert "Traceback" not in str(received[-1])
+    assert "the engine failed" in output
+    assert own.leftovers() == []
 
 
 def test_an_engine_that_cannot_be_loaded_is_explained(tiny_engine: Path, tmp_path: Path) -> None:

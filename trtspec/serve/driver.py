@@ -148,31 +148,33 @@ class Driver:
         except InputError as error:
             caller.fail("invalid", str(error))
             return
+        sampling = wanted.sampling(self._fresh_seed() if wanted.seed is None else wanted.seed)
+        detokenizer = self._tokenizer.detokenizer()
+        refusal: tuple[FailureKind, str] | None = None
+        # Also the put: after _break_down emptied the inbox, nothing may come in that nobody answers.
         with self._lock:
-            refusal = self._broken
-            full = self._num_open >= self._max_open
-            if refusal is None and not full:
+            if self._broken is not None:
+                refusal = ("internal", self._broken)
+            elif self._num_open >= self._max_open:
+                full = (
+                    f"the queue is full ({self._max_open} requests are running or waiting); try again later"
+                )
+                refusal = ("busy", full)
+            else:
                 self._num_open += 1
                 self._num_submitted += 1
-                number = self._num_submitted
+                request = Request(
+                    id=str(self._num_submitted),
+                    prompt_tokens=tuple(prompt),
+                    max_new_tokens=max_new_tokens,
+                    sampling=sampling,
+                    stop_tokens=self._tokenizer.eos_token_ids,
+                )
+                self._inbox.jobs.put(
+                    _Job(caller, wanted, request, label, detokenizer, stops, time.monotonic_ns())
+                )
         if refusal is not None:
-            caller.fail("internal", refusal)
-            return
-        if full:
-            caller.fail(
-                "busy",
-                f"the queue is full ({self._max_open} requests are running or waiting); try again later",
-            )
-            return
-        request = Request(
-            id=str(number),
-            prompt_tokens=tuple(prompt),
-            max_new_tokens=max_new_tokens,
-            sampling=wanted.sampling(self._fresh_seed() if wanted.seed is None else wanted.seed),
-            stop_tokens=self._tokenizer.eos_token_ids,
-        )
-        job = _Job(caller, wanted, request, label, self._tokenizer.detokenizer(), stops, time.monotonic_ns())
-        self._inbox.jobs.put(job)
+            caller.fail(*refusal)
 
     def cancel(self, label: str) -> None:
         """Cancel every request that was submitted with ``label``; each gets its own error."""
