@@ -149,11 +149,10 @@ def test_a_failed_forward_drops_the_requests_and_keeps_the_cache_sound(
             engine.step()
     engine.check_integrity()
     assert engine.in_flight == 0
-    assert engine.stats().pages_held == 0
+    assert engine.stats().pages_free == engine.stats().pages_total
     assert {request.id for request in requests} <= set(drafter.released)
     for completion, request in zip(generate(engine, requests), requests, strict=True):
         assert completion.tokens == expected("llama", request)
-    assert engine.stats().prefix_hit_tokens > 0
 
 
 def test_a_failing_acceptance_commits_nothing() -> None:

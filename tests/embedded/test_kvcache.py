@@ -252,13 +252,10 @@ class TrustsTheFirstToken(PagedCache):
 
 
 class KeepsEvictedPagesInTheIndex(PagedCache):
-    def _take(self):
-        if self._free:
-            return super()._take()
+    def _evict(self):
         page, _ = self._cached.popitem(last=False)
         page.parent = page.tokens = None
-        page.refs = 1
-        return page
+        self._free.append(page)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +354,17 @@ def test_evicting_the_source_of_a_partial_hit_does_no_harm() -> None:
     assert table.num_computed == 6
     slots.check(table, again)
     cache.check_integrity()
+
+
+def test_clear_forgets_what_nobody_holds() -> None:
+    cache = PagedCache(8, 2)
+    finish(cache, [1, 1, 2, 2, 3])
+    table, _ = opened(cache, [1, 1, 5])
+    cache.clear()
+    cache.check_integrity()
+    assert (cache.pages_free, cache.pages_cached, cache.pages_held) == (6, 0, 2)
+    cache.release(table)
+    assert opened(cache, [1, 1, 2, 2, 3])[0].num_computed == 2
 
 
 def test_rejected_rows_give_their_pages_back() -> None:

@@ -86,9 +86,8 @@ class EmbeddedEngine:
     stop token or max_new_tokens are not counted. A cancelled request stays in flight, and its id taken,
     until the step that returns its last Output.
 
-    If a round raises (out of memory, non-finite logits), the error passes through and every request
-    in flight is dropped without an Output; the engine, its prefix cache included, stays usable, because
-    pages are published only after a forward has succeeded.
+    If a round raises (out of memory, non-finite logits), the error passes through, every request in flight
+    is dropped without an Output and the prefix cache is emptied; the engine stays usable.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class EmbeddedEngine:
         self._draws[request.id] = generator_draw(request.sampling.seed)
 
     def _problems(self, request: Request) -> list[str]:
-        limits, prompt, sampling = self._limits, request.prompt_tokens, request.sampling
+        limits, prompt = self._limits, request.prompt_tokens
         total = len(prompt) + request.max_new_tokens
         problems = []
         if request.id in self._sequences or request.id in self._cancelled:
@@ -159,7 +158,7 @@ class EmbeddedEngine:
                 f"{len(prompt)} prompt tokens and {request.max_new_tokens} new ones exceed "
                 f"limits.max_seq_tokens {limits.max_seq_tokens}; ask for fewer or raise the limit"
             )
-        return problems + _sampling_problems(sampling)
+        return problems + _sampling_problems(request.sampling)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds now; its last Output comes with the next step."""
@@ -179,6 +178,11 @@ class EmbeddedEngine:
         if self._drafter is not None:
             self._drafter.release(sequence.request.id)
 
+    def _drop_all(self) -> None:
+        for sequence in list(self._sequences.values()):
+            self._forget(sequence)
+        self._cache.clear()
+
     # ------------------------------------------------------------------ the round
 
     @torch.inference_mode()
@@ -190,8 +194,7 @@ class EmbeddedEngine:
             try:
                 outputs += self._round()
             except BaseException:
-                for sequence in list(self._sequences.values()):
-                    self._forget(sequence)
+                self._drop_all()
                 raise
         return outputs
 
@@ -240,8 +243,7 @@ class EmbeddedEngine:
 
     def _propose(self) -> dict[str, Draft]:
         """Drafts by request id, for the sequences that have room for one."""
-        room = self._scheduler.draft_room() if self._drafter else []
-        if not self._drafter or not room:
+        if self._drafter is None or not (room := self._scheduler.draft_room()):
             return {}
         views = [_view(sequence, max_draft) for sequence, max_draft in room]
         drafts = self._drafter.propose(views)
@@ -322,8 +324,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Drop every request without an Output and give the memory back; harmless if done twice."""
-        for sequence in list(self._sequences.values()):
-            self._forget(sequence)
+        self._drop_all()
         self._cancelled.clear()
         self._model = self._store = None
 
@@ -453,7 +454,7 @@ def open_embedded(recipe: Recipe, target_dir: Path, *, speculation: bool = True)
     if kv_format == "nvfp4":
         found = "nvfp4 is not run by the embedded backend; use none, fp8 or int8"
         problems.append(Problem(found, key="quantization.kv_cache"))
-    if problems or kv_format == "nvfp4":  # the second half tells the type checker what is left
+    if problems or kv_format == "nvfp4":  # the second half is for the type checker
         raise InputError(problems)
     page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
     num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)

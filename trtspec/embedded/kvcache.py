@@ -186,6 +186,11 @@ class PagedCache:
         self._tables.remove(table)
         self._shrink(table, 0)
 
+    def clear(self) -> None:
+        """Evict every cached page: for when what lies in them can no longer be trusted."""
+        while self._cached:
+            self._evict()
+
     # ------------------------------------------------------------------ pages
 
     def _longest_prefix(self, tokens: Sequence[int]) -> tuple[list[_Page], _Page | None, int]:
@@ -211,16 +216,20 @@ class PagedCache:
         return hits, source, longest
 
     def _take(self) -> _Page:
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._cached.popitem(last=False)
-            assert page.parent is not None
-            assert page.tokens is not None
-            del page.parent.children[page.tokens]
-            page.parent = page.tokens = None
+        if not self._free:
+            self._evict()
+        page = self._free.pop()
         page.refs = 1
         return page
+
+    def _evict(self) -> None:
+        """Free the least recently used cached page, which by then is nobody's parent."""
+        page, _ = self._cached.popitem(last=False)
+        assert page.parent is not None
+        assert page.tokens is not None
+        del page.parent.children[page.tokens]
+        page.parent = page.tokens = None
+        self._free.append(page)
 
     def _hold(self, page: _Page) -> None:
         page.refs += 1
