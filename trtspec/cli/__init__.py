@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "list": ("trtspec.cli.build:list_engines", "List built engines."),
     "inspect": ("trtspec.cli.build:inspect", "Show what an engine holds and check its hashes."),
     "serve": ("trtspec.cli.serve:serve", "Serve an engine with Triton."),
-    "generate": ("trtspec.cli.serve:generate", "Generate text with an engine, without a server."),
+    "generate": ("trtspec.cli.serve:generate", "Generate text with a served engine, streamed."),
     "verify": ("trtspec.cli.verify:verify", "Check an engine: lossless, good enough, faster."),
     "completion": ("trtspec.cli.completion:completion", "Print a shell completion script."),
 }

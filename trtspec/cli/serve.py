@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trtspec.serve.preflight import Addresses
 
 _PORT = click.IntRange(1, 65535)
-_PING_PROMPT = "Once upon a time, there was a"
+_PING_PROMPT = "one two three, one two three, one two"  # repeats itself: something to draft from
 _PING_TOKENS = 16
 
 
