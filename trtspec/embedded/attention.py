@@ -68,8 +68,9 @@ def _yarn(periods: Tensor, scaling: dict[str, Any], spec: ModelSpec) -> tuple[Te
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = mscale and mscale_all
-        attention_factor = magnitude(mscale) / magnitude(mscale_all) if both else magnitude(1.0)
+        attention_factor = magnitude(1.0)
+        if mscale and mscale_all:
+            attention_factor = magnitude(mscale) / magnitude(mscale_all)
 
     def dimension_turning(rotations: float) -> float:
         """The dimension that turns ``rotations`` times over the original context."""
@@ -134,8 +135,8 @@ class _Group:
     slots: Tensor
     """[sequences * keys]"""
     mask: Tensor | None
-    """Added to the scores: ``[sequences, 1, rows * queries per KV head, keys]`` for few rows, ``[rows, keys]``
-    for a long chunk; None: nothing masked."""
+    """Added to the scores: ``[sequences, 1, rows * queries per KV head, keys]`` for few rows,
+    ``[rows, keys]`` for a long chunk; None: nothing masked."""
     long: bool
     causal: bool
     """A long chunk without context, whose triangle the kernel can skip."""
@@ -263,15 +264,15 @@ def _within_window(batch: StepBatch, sequence: SequenceRows, window: int) -> Ten
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where visible, else so low that its weight is exactly 0. Finite: -inf minus -inf, which a kernel meets
-    when a whole block of keys is masked, would be NaN."""
+    """0 where visible, else so low that its weight is exactly 0. Finite: -inf minus -inf, which a kernel
+    meets when a whole block of keys is masked, would be NaN."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
         ~visible, torch.finfo(dtype).min / 2
     )
 
 
 def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor:
-    """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; the rows' own KV must be in ``store``."""
+    """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; needs the rows' own KV in ``store``."""
     outputs = [_attend_group(q, layer, store, group) for group in plan.groups]
     if plan.order is None:
         return outputs[0]
@@ -279,12 +280,14 @@ def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor
 
 
 def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tensor:
-    k, v = store.read(layer, group.slots)
+    k, v = store.read_unscaled(layer, group.slots)
+    k_factor, v_factor = store.read_factors[layer]
     if group.query_rows is not None:
         q = q.index_select(0, group.query_rows)
     _, heads, dim = q.shape
     kv_heads = k.shape[1]
     queries = heads // kv_heads
+    scale = k_factor / math.sqrt(dim)
     if group.long:
         # KV heads as the batch and their queries as the heads: keys are shared by stride, not by copy.
         out = F.scaled_dot_product_attention(
@@ -293,8 +296,10 @@ def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tenso
             v.transpose(0, 1)[:, None].expand(-1, queries, -1, -1),
             attn_mask=group.mask,
             is_causal=group.causal,
+            scale=scale,
         )
-        return out.permute(2, 0, 1, 3).reshape(-1, heads * dim)
+        out = out.permute(2, 0, 1, 3).reshape(-1, heads * dim)
+        return out if v_factor == 1.0 else out * v_factor
     # The queries of one KV head become rows, so that the kernel multiplies matrices instead of vectors.
     batch, rows = group.sequences, group.rows
     folded = q.view(batch, rows, kv_heads, queries, dim).transpose(1, 2)
@@ -303,6 +308,9 @@ def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tenso
         k.view(batch, group.keys, kv_heads, dim).transpose(1, 2),
         v.view(batch, group.keys, kv_heads, dim).transpose(1, 2),
         attn_mask=group.mask,
+        scale=scale,
     )
     out = out.view(batch, kv_heads, rows, queries, dim).transpose(1, 2).reshape(batch * rows, heads * dim)
-    return out if group.outputs is None else out.index_select(0, group.outputs)
+    if group.outputs is not None:
+        out = out.index_select(0, group.outputs)
+    return out if v_factor == 1.0 else out * v_factor

@@ -44,7 +44,8 @@ def decode_e4m3(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """
     # int16 sign extension leaves a second sign bit in float16's top exponent bit, which no E4M3 value uses.
     bits = codes.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    return bits.view(torch.float16).to(dtype)
+    # Through float32: torch vectorises float16 -> float32 -> bfloat16, but not float16 -> bfloat16.
+    return bits.view(torch.float16).to(torch.float32).to(dtype)
 
 
 class KvStore:
@@ -69,8 +70,8 @@ class KvStore:
         """Raises InputError when int8 has no scales, or there are not ``num_layers`` of them."""
         if kv_format == "int8" and scales is None:
             raise InputError(
-                "the INT8 KV cache needs the scales of a calibrated checkpoint (k_scale, v_scale), and this one "
-                "has none; quantize with kv_cache: int8, or use kv_cache: fp8 or none"
+                "the INT8 KV cache needs the scales of a calibrated checkpoint (k_scale, v_scale), and this "
+                "one has none; quantize with kv_cache: int8, or use kv_cache: fp8 or none"
             )
         if scales is not None and len(scales) != spec.num_layers:
             raise InputError(f"{len(scales)} pairs of KV scales for {spec.num_layers} layers")
@@ -90,10 +91,8 @@ class KvStore:
         self._scales = pairs if kv_format != "none" else []
         # decode_e4m3 returns 1/256 of the value; a power of two changes no digit of the scale.
         factor = 256.0 if kv_format == "fp8" else 1.0
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self._read_scales = tuple(
-            torch.tensor([k * factor] * heads + [v * factor] * heads, dtype=wide, device=device)[:, None]
-            for k, v in self._scales
+        self.read_factors = tuple((k * factor, v * factor) for k, v in self._scales) or (
+            ((1.0, 1.0),) * spec.num_layers
         )
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -106,11 +105,22 @@ class KvStore:
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, kv_heads, head_dim]`` at ``slots`` ``[n]`` in the compute dtype."""
+        k, v = self.read_unscaled(layer, slots)
+        if self.kv_format == "none":
+            return k, v
+        k_factor, v_factor = self.read_factors[layer]
+        return k * k_factor, v * v_factor
+
+    def read_unscaled(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`read`, still to be multiplied with the two ``read_factors[layer]``.
+
+        Attention multiplies scores and outputs instead of every key and value: exact codes, less work.
+        """
         kv = self._both[layer].index_select(0, slots)
         if self.kv_format == "fp8":
-            kv = decode_e4m3(kv, self.dtype).mul_(self._read_scales[layer])
+            kv = decode_e4m3(kv, self.dtype)
         elif self.kv_format == "int8":
-            kv = kv.to(self.dtype).mul_(self._read_scales[layer])
+            kv = kv.to(self.dtype)
         return kv[:, : self._num_kv_heads], kv[:, self._num_kv_heads :]
 
     def copy(self, src_slots: Tensor, dst_slots: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Linear layers in the forms that weights come in, and RMSNorm.
 
-In bfloat16 on a CPU quantized weights are executed from packed codes where a kernel exists; in every other
-dtype and on other devices they are dequantized when loaded (exactly, in float64) and multiplied with F.linear,
-which is the form that tests compare with. Activation quantization is emulated in both. Which kernel runs is
-decided by the number of rows, with constants measured by ``benchmarks/kernels.py``.
+In bfloat16 on a CPU quantized weights are executed from their codes where a kernel exists; in every other
+dtype and on other devices they are dequantized when loaded (in float64, then rounded to the dtype) and
+multiplied with F.linear, the form that tests compare with. Activation quantization is emulated in both. Which
+kernel runs is decided by the number of rows, with constants measured by ``benchmarks/kernels.py``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class DenseLinear:
 class PackedLinear:
     """A bfloat16 weight in oneDNN's blocked layout, which replaces the plain one (same size).
 
-    F.linear reorders a plain bfloat16 weight on every call; doing it once halves the time of few rows (one row
-    of 576 x 3072: 107 instead of 222 us on Zen 5, one thread) and is never slower. The layout does not depend
-    on the number of rows there; where it does, the operator reorders, no worse than F.linear.
+    F.linear reorders a plain bfloat16 weight on every call; doing it once halves the time of few rows (one
+    row of 576 x 3072: 107 instead of 222 us on Zen 5, one thread) and is never slower. The layout does not
+    depend on the number of rows there; where it does, the operator reorders, no worse than F.linear.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -60,7 +60,7 @@ class PackedLinear:
 def dense(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The fastest form of an unquantized weight: packed for bfloat16 on a CPU with oneDNN, else plain."""
     packable = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-    if packable and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if packable and torch.backends.mkldnn.enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
 
@@ -82,11 +82,11 @@ class SideBySide:
 class QuantizedWeight:
     """A weight as a ModelOpt unified export stores it.
 
-    ``codes``: FP8 [out, in] float8_e4m3fn; 8-bit [out, in] int8; 4-bit [out / 2, in] uint8, the low nibble the
-    even output row, two's complement. ``scale`` [out, groups] float64: the weight is code * scale, a group being
-    in / groups neighbouring inputs. ``scale_2``: the 4-bit weight is rounded to E4M3 multiples of it (W4A8).
-    ``input_scale``: static scale of the quantized activations. ``pre_quant_scale`` [in] multiplies the input
-    first (AWQ, SmoothQuant).
+    ``codes``: FP8 [out, in] float8_e4m3fn; 8-bit [out, in] int8; 4-bit [out / 2, in] uint8, the low nibble
+    the even output row, two's complement. ``scale`` [out, groups] float64: the weight is code * scale, a
+    group being in / groups neighbouring inputs. ``scale_2``: the 4-bit weight is rounded to E4M3 multiples of
+    it (W4A8). ``input_scale``: static scale of the quantized activations. ``pre_quant_scale`` [in] multiplies
+    the input first (AWQ, SmoothQuant).
     """
 
     algo: str
@@ -180,7 +180,8 @@ class Fp8Linear:
 
     The weight stays as codes in bfloat16 (2 bytes each): decoding on every call would cost more than the
     matrix product for few rows, and CPUs have no E4M3 product. Codes multiply codes with float32 sums and the
-    scales act on the result, as in a GPU's FP8 kernel. Also runs W4A8, whose weights ModelOpt defines as E4M3.
+    scales act on the result, as in a GPU's FP8 kernel. Also runs W4A8, whose weights ModelOpt defines as
+    E4M3.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
@@ -210,15 +211,19 @@ class Fp8Linear:
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
 
-# Up to these many rows the packed kernels beat decoding the weight for a bfloat16 product.
-INT4_FEW_ROWS = 48
+# Up to these many rows the packed kernels beat decoding the weight for a bfloat16 product: they cost the
+# same for every row, decoding costs as much as 50 (int4) or 16 (int8) rows. benchmarks/kernels.py measures.
+INT4_FEW_ROWS = 52
 INT8_FEW_ROWS = 16
+# Outputs decoded at a time, so that the decoded weights are still in the cache when they are multiplied
+# (2048 x 8192, 128 rows: 17 ms; 32 ms when decoded whole).
+DECODE_OUTPUTS = 512
 
 
 class Int4Linear:
-    """4-bit weights in groups, bfloat16 activations.
+    """4-bit weights in groups, bfloat16 activations (W4A16).
 
-    Few rows run torch's packed kernel; many (prefill) unpack the weight for one bfloat16 product. The kernel's
+    Few rows run torch's packed kernel; many (prefill) decode the weight for a bfloat16 product. The kernel's
     layout depends on the CPU and has no inverse, so the export's own nibbles are kept beside it: 1 byte a
     weight in all, against 2 in bfloat16.
     """
@@ -236,14 +241,20 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = _scaled(x, self.pre_quant_scale)
-        if x.shape[0] > INT4_FEW_ROWS:
-            rows, groups = self.scale.shape
-            codes = unpack_int4(self.codes).view(rows, groups, -1)
-            return F.linear(x, (codes * self.scale[:, :, None]).view(rows, -1), self.bias)
-        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self._packed, self.group, self._scales_zeros
-        )
+        if x.shape[0] <= INT4_FEW_ROWS:
+            out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                x.contiguous(), self._packed, self.group, self._scales_zeros
+            )
+        else:
+            blocks = range(0, len(self.scale), DECODE_OUTPUTS)
+            out = torch.cat([F.linear(x, self._decode(i, i + DECODE_OUTPUTS)) for i in blocks], -1)
         return out if self.bias is None else out + self.bias
+
+    def _decode(self, first: int, last: int) -> Tensor:
+        """Outputs first..last (even numbers) of the weight."""
+        scale = self.scale[first:last]
+        codes = unpack_int4(self.codes[first // 2 : last // 2]).to(torch.bfloat16)
+        return codes.view(*scale.shape, self.group).mul_(scale[:, :, None]).view(len(scale), -1)
 
 
 class Int8WeightLinear:
@@ -259,10 +270,11 @@ class Int8WeightLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         x = _scaled(x, self.pre_quant_scale)
-        if x.shape[0] > INT8_FEW_ROWS:
-            out = F.linear(x, self.codes.to(torch.bfloat16))
-        else:
+        if x.shape[0] <= INT8_FEW_ROWS:
             out = torch._weight_int8pack_mm(x.contiguous(), self.codes, self._ones)
+        else:
+            parts = torch.split(self.codes, DECODE_OUTPUTS)
+            out = torch.cat([F.linear(x, codes.to(torch.bfloat16)) for codes in parts], -1)
         out = out * self.scale
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 

@@ -63,9 +63,9 @@ class Decoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """(logits, hidden states) of one step; every row's keys and values are written to ``store``.
 
-        Logits are ``[len(batch.logit_rows), vocab]`` in float32 (float64 in float64). ``hidden_layers`` counts
-        as transformers' ``hidden_states`` does: i is the residual stream ``[rows, hidden]`` after i blocks,
-        0 the embeddings, num_layers the output of the final norm.
+        Logits are ``[len(batch.logit_rows), vocab]`` in float32 (float64 in float64). ``hidden_layers``
+        counts as transformers' ``hidden_states`` does: i is the residual stream ``[rows, hidden]`` after i
+        blocks, 0 the embeddings, num_layers the output of the final norm.
         """
         spec = self.spec
         eps, heads, kv_heads, dim = spec.rms_norm_eps, spec.num_heads, spec.num_kv_heads, spec.head_dim
