@@ -132,6 +132,13 @@ def pack(
     return Rows(tuple(rows), len(chosen), digest)
 
 
+def spread(rows: Rows, max_tokens: int) -> Rows:
+    """Rows evenly spaced over ``rows``, up to ``max_tokens`` tokens (at least one row)."""
+    wanted = max(1, min(len(rows.rows), max_tokens // len(rows.rows[0])))
+    chosen = [rows.rows[index * len(rows.rows) // wanted] for index in range(wanted)]
+    return Rows(tuple(chosen), rows.num_samples, rows.digest)
+
+
 def batches(rows: Rows, *, max_batch_tokens: int = 4096) -> list[list[tuple[int, ...]]]:
     """Group rows of equal length, each group up to ``max_batch_tokens`` (at least one row)."""
     groups: list[list[tuple[int, ...]]] = []

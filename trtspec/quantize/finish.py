@@ -73,13 +73,16 @@ def finish(
 def portable_config(source: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     """``source`` (a config.json) with RoPE and dtype under the names of transformers 4 and of 5."""
     config = dict(source)
-    scaling = spec.rope_scaling or {"rope_type": "default"}
     config["rope_theta"] = spec.rope_theta
-    config["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta}
+    config.pop("rope_scaling", None)
     if spec.rope_scaling is None:
-        config.pop("rope_scaling", None)
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.rope_theta}
     else:
-        config["rope_scaling"] = dict(spec.rope_scaling)
+        given = source.get("rope_scaling") or source["rope_parameters"]
+        scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "type")}
+        scaling["rope_type"] = spec.rope_scaling["rope_type"]
+        config["rope_scaling"] = scaling
+        config["rope_parameters"] = {**scaling, "rope_theta": spec.rope_theta}
     config["torch_dtype"] = config["dtype"] = spec.dtype
     return config
 

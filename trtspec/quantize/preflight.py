@@ -30,6 +30,11 @@ FUSED_INPUTS = (
 """Layers with one input: AWQ folds their common input scale into the norm before them, and engines fuse
 them into one matrix, so they are quantized together or not at all."""
 
+NVFP4_MESSAGE = (
+    "nvfp4: this version cannot read the exported layout back and check it, so it does not make one; "
+    "use w4a16_awq (weights) or fp8 (KV cache)"
+)
+
 GROUP_SIZES = (32, 64, 128)
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PROCESS_BYTES = 700_000_000
@@ -61,7 +66,7 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
     if isinstance(quantization, NoQuantization) and quantization.kv_cache == "none":
         raise InputError("quantization: kind none with kv_cache none leaves nothing to quantize")
     _require_tools()
-    _require_gpu(quantization, device)
+    _refuse_nvfp4(quantization, device)
 
     if not model_dir.is_dir():
         raise InputError(Problem("no such folder; give a Hugging Face model folder", str(model_dir)))
@@ -155,7 +160,7 @@ def _require_tools() -> None:
         )
 
 
-def _require_gpu(quantization: Quantization, device: str) -> None:
+def _refuse_nvfp4(quantization: Quantization, device: str) -> None:
     asked = [
         key
         for key, value in (("kind", quantization.kind), ("kv_cache", quantization.kv_cache))
@@ -164,8 +169,10 @@ def _require_gpu(quantization: Quantization, device: str) -> None:
     if asked and device != "cuda":
         raise MissingError(
             f"quantization.{asked[0]}: nvfp4 is calibrated on a CUDA GPU only, this run is for {device}; "
-            "pass --device cuda on a machine with one, or use w4a16_awq (weights), fp8 (KV cache)"
+            "use w4a16_awq (weights) or fp8 (KV cache)"
         )
+    if asked:
+        raise InputError(Problem(NVFP4_MESSAGE, key=f"quantization.{asked[0]}"))
 
 
 def _excluded(

@@ -109,6 +109,39 @@ def effective_weight(source: Mapping[str, Tensor], export: Mapping[str, Tensor],
     return weight if factors is None else weight * factors
 
 
+def fraction_misrounded(source: Mapping[str, Tensor], export: Mapping[str, Tensor], module: str) -> float:
+    """The share of weights that are farther from the source's than half a quantization step.
+
+    Compared where the codes live: the source weight divided by :func:`input_factors`. 0 is ideal; it is the
+    sharpest test that codes, scales and folded norms belong together.
+    """
+    original = source[f"{module}.weight"].float()
+    weight = dequantize(export, module)
+    factors = input_factors(source, export, module)
+    slack = torch.zeros_like(original)
+    if factors is not None:
+        original = original / factors
+        # Factors are stored in 16 bit, after the codes were computed with wider ones.
+        slack = original.abs() * 2.0**-7
+    scale, stored = export[f"{module}.weight_scale"].float(), export[f"{module}.weight"].dtype
+    if stored == torch.float8_e4m3fn:
+        half = _e4m3_step(torch.maximum(original.abs(), weight.abs()) / scale) * scale / 2
+    elif stored == torch.int8:
+        half = scale[:, None] / 2
+    else:
+        half = scale.repeat_interleave(original.shape[1] // scale.shape[1], dim=1) / 2
+        if f"{module}.weight_scale_2" in export:
+            second = export[f"{module}.weight_scale_2"].float()
+            half = half + _e4m3_step(weight / second) * second / 2
+    return float(((weight - original).abs() > half * 1.001 + slack + 1e-7).float().mean())
+
+
+def _e4m3_step(values: Tensor) -> Tensor:
+    """Distance of neighbouring e4m3 numbers at ``values``: 3 mantissa bits, smallest exponent -6."""
+    step: Tensor = 2.0 ** (values.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    return step
+
+
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float | None:
     """10 log10(signal / noise) of ``approximation``; None when it is exact."""
     noise = float((reference.double() - approximation.double()).square().sum())
@@ -136,6 +169,7 @@ def layer_reports(spec: ModelSpec, source: Tensors, export: Tensors) -> list[Lay
                 bytes_before=original.numel() * original.element_size(),
                 bytes_after=sizes[module],
                 sqnr_db=sqnr_db(original.float(), effective_weight(source, export, module)),
+                misrounded=fraction_misrounded(source, export, module),
             )
         )
     return reports

@@ -20,7 +20,8 @@ class LayerReport:
 
     ``shape`` is [outputs, inputs]. ``bytes_after`` counts codes and scales. ``sqnr_db`` is
     10 log10(sum W^2 / sum (W - W')^2) with W the source weight and W' the exported one, dequantized, with
-    input scales and folded norms undone; None when both are equal.
+    input scales and folded norms undone; None when both are equal. ``misrounded`` is the share of weights
+    whose code is not the nearest one to the (AWQ-scaled) source.
     """
 
     module: str
@@ -29,6 +30,7 @@ class LayerReport:
     bytes_before: int
     bytes_after: int
     sqnr_db: float | None
+    misrounded: float
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def _work(
             model,
             ptq.modelopt_config(quantization, found.excluded),
             calibration.batches(found.rows),
+            calibration.batches(calibration.spread(found.rows, ptq.SEARCH_TOKENS)),
             logits="lm_head" in found.quantized,
             progress=progress,
         )
@@ -122,7 +123,7 @@ def _work(
                 "scales": lambda: checks.scales(export, quantized, kind, kv_cache, num_layers),
                 "selection": lambda: checks.selection(export, quantized),
                 "unquantized_weights": lambda: checks.unquantized_weights(source, export, quantized, kind),
-                "fidelity": lambda: checks.fidelity(layers),
+                "fidelity": lambda: checks.fidelity(layers, found.load_dtype),
                 "excluded_modules": lambda: checks.excluded_modules(partial, found.linears, quantized),
                 "config": lambda: checks.config(model_dir, partial, kind, kv_cache),
                 "copied_files": lambda: checks.copied_files(model_dir, partial),
