@@ -183,7 +183,7 @@ def test_comparison_counts_decisions_up_to_the_first_difference():
         compare(reference, other[1:])
 
 
-NOISE = Noise(0.1, 500, {"1": 0.1})
+NOISE = Noise(0.1, 0.03, 500, {"1": 0.1})
 NO_FLOOR = Comparison(50, 2, ())
 
 
@@ -201,6 +201,7 @@ NO_FLOOR = Comparison(50, 2, ())
 )
 def test_only_16_bit_ties_within_the_noise_pass(dtype, divergence, verdict, result):
     check = judge(
+        "lossless",
         Comparison(100, 4, (divergence,)),
         NOISE,
         NO_FLOOR,
@@ -218,6 +219,7 @@ def test_only_16_bit_ties_within_the_noise_pass(dtype, divergence, verdict, resu
 def test_one_real_difference_among_ties_fails():
     divergences = (Divergence("a", 3, 1, 2, gap_nats=0.01), Divergence("b", 3, 1, 2, gap_nats=2.0))
     check = judge(
+        "lossless",
         Comparison(100, 4, divergences),
         NOISE,
         NO_FLOOR,
@@ -234,6 +236,7 @@ def test_one_real_difference_among_ties_fails():
 
 def test_rejection_only_is_said(tmp_path: Path):
     check = judge(
+        "lossless",
         Comparison(100, 4, ()),
         NOISE,
         NO_FLOOR,

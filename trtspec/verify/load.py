@@ -95,9 +95,15 @@ def race(
 
 
 def check_acceptance(
-    answers: Sequence[Answer], *, draft_limit: int | None, bound: float | None, contradictions: Sequence[str]
+    answers: Sequence[Answer],
+    *,
+    draft_limit: int | None,
+    bound: float | None,
+    contradictions: Sequence[str],
+    tasks: Sequence[str] = (),
 ) -> Check:
-    """Acceptance length over ``answers`` (token-weighted; the evidence has the request-weighted mean too)."""
+    """Acceptance length over ``answers`` (token-weighted; the evidence has the request-weighted mean too,
+    and the length of each of ``tasks``, the kinds of the prompts)."""
     how = f"{DEFINITION}; greedy, the engine's step counts; 95 % bootstrap over requests"
     steps = [float(len(answer.emitted)) for answer in answers]
     tokens = [float(len(answer.tokens)) for answer in answers]
@@ -114,6 +120,7 @@ def check_acceptance(
         "acceptance_rate_mean_over_requests": sum(rates) / len(rates) if rates else None,
         "drafted": drafted,
         "accepted": accepted,
+        "acceptance_length_by_task": _by_task(answers, tasks),
         "steps_by_tokens_emitted": emitted_histogram(answers),
         "contradictions": list(contradictions),
     }
@@ -162,6 +169,14 @@ def check_acceptance(
         warnings=warnings,
         evidence=evidence,
     )
+
+
+def _by_task(answers: Sequence[Answer], tasks: Sequence[str]) -> dict[str, float]:
+    return {
+        task: acceptance_length([answer for answer, kind in zip(answers, tasks, strict=True) if kind == task])
+        for task in dict.fromkeys(tasks)
+        if task
+    }
 
 
 def _is_stuck(answer: Answer) -> bool:

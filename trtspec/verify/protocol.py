@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
@@ -36,10 +36,14 @@ class Settings:
     quality_tokens: int = 3000
     quality_text_tokens: int = 128
     race_prompts: int = 6
+    race_tokens: int = 32
     rounds: int = 2
     floor_prompts: int = 3
     noise_texts: int = 2
-    noise_tokens: int = 96
+    noise_tokens: int = 64
+    exact_prompts: int = 4
+    """Prompts of the comparison in float64."""
+    exact_tokens: int = 24
     prompts: Path | None = None
     """The user's own JSONL file; None: the prompts that ship with trtspec."""
     heldout: Path | None = None
@@ -50,10 +54,13 @@ QUICK = Settings(
     max_new_tokens=24,
     quality_tokens=1000,
     race_prompts=4,
+    race_tokens=16,
     rounds=1,
     floor_prompts=2,
     noise_texts=1,
-    noise_tokens=64,
+    noise_tokens=48,
+    exact_prompts=2,
+    exact_tokens=16,
 )
 
 
@@ -92,7 +99,7 @@ def verify(
         max_tokens=min(
             recipe.limits.max_input_tokens, recipe.limits.max_seq_tokens - settings.max_new_tokens
         ),
-        skip_long=settings.prompts is None,
+        sample=settings.prompts is None,
     )
     texts: list[list[int]] = []
     if built.manifest.target != "baseline":
@@ -102,11 +109,12 @@ def verify(
             total_tokens=settings.quality_tokens,
             max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
         )
+    checks = _exact(built, prompts, tokenizer, settings, say, on_progress)
     with contextlib.ExitStack() as stack:
         say("loading the engines")
         engines = _open(built, stack)
         say(f"{len(prompts)} prompts; about {_estimate_s(engines, prompts, settings, recipe):.0f} s to go")
-        checks = _measure(built, engines, prompts, texts, tokenizer, settings, say, on_progress)
+        checks += _measure(built, engines, prompts, texts, tokenizer, settings, say, on_progress)
     notes = []
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
@@ -145,6 +153,61 @@ def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str,
     }
 
 
+def _exact(
+    built: Artifact,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    say: Say,
+    on_progress: OnProgress,
+) -> list[Check]:
+    """Identity in float64, where rounding excuses nothing; [] when the recipe does not speculate or
+    computes in float64 anyway."""
+    recipe, name = built.recipe, "lossless_float64"
+    if isinstance(recipe.speculation, NoSpeculation) or recipe.backend.dtype == "float64":
+        return []
+    weights = sum(path.stat().st_size for path in built.baseline_dir.glob("*.safetensors"))
+    if 2 * 4 * weights > _available_bytes() // 2:  # two engines, 16 bit to 64 bit
+        reason = f"two copies of the weights in float64 ({8 * weights / 1e9:.0f} GB) do not fit this machine"
+        return [_skipped(name, reason, False)]
+    say("lossless_float64: greedy answers token by token, in float64")
+    prompts = [prompts[i * len(prompts) // settings.exact_prompts] for i in range(settings.exact_prompts)]
+    prompts = list({prompt.id: prompt for prompt in prompts}.values())
+    limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
+    small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
+    with contextlib.ExitStack() as stack:
+        plain, speculative = (
+            stack.enter_context(contextlib.closing(open_engine(small, variant, dtype="float64")))
+            for variant in ("no_speculation", "recipe")
+        )
+        identity = check_lossless(
+            speculative,
+            plain,
+            prompts,
+            max_new_tokens=min(settings.exact_tokens, settings.max_new_tokens),
+            stop_tokens=tokenizer.eos_token_ids,
+            draft_limit=max_draft(recipe.speculation),
+            dtype="float64",
+            speculates=True,
+            required=recipe.gates.lossless,
+            name=name,
+            floor_prompts=0,
+            noise_texts=0,
+            on_progress=lambda done, total: on_progress(name, done, total),
+        )
+    return [identity.check]
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _open(built: Artifact, stack: contextlib.ExitStack) -> _Engines:
     plain = stack.enter_context(contextlib.closing(open_engine(built, "no_speculation")))
     recipe = baseline = plain
@@ -172,7 +235,7 @@ def _estimate_s(engines: _Engines, prompts: Sequence[Prompt], settings: Settings
     seconds = plain * (batches * tokens * 3 * (1 + speculates) + alone * tokens + noise)
     if engines.baseline is not engines.plain:
         seconds += settings.quality_tokens / 8 * (plain + baseline) / 2
-    runs = settings.rounds * min(settings.race_prompts, len(prompts)) * tokens
+    runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
     if speculates:
         seconds += runs * plain * 2
     if engines.baseline is not engines.plain:
@@ -240,6 +303,7 @@ def _measure(
                 draft_limit=draft_limit,
                 bound=gates.min_acceptance_length,
                 contradictions=identity.speculative.contradictions,
+                tasks=[prompt.task for prompt in prompts],
             )
         )
     else:
@@ -269,7 +333,8 @@ def _speed_checks(
     if len(contenders) > 1:
         say(f"speed: {', '.join(one.name for one in contenders)}, one request at a time")
         count = min(settings.race_prompts, len(prompts))
-        lengths = [len(answer.tokens) for answer in identity.reference.answers[:count]]
+        answers = identity.reference.answers[:count]
+        lengths = [min(len(answer.tokens), settings.race_tokens) for answer in answers]
         result = race(contenders, prompts[:count], lengths, rounds=settings.rounds, on_progress=on_progress)
     checks = []
     if result is not None and speculates:

@@ -19,30 +19,33 @@ HELDOUT_FILE = _DATA / "heldout.jsonl"
 class Prompt:
     id: str
     tokens: tuple[int, ...]
+    task: str = ""
+    """What kind of prompt it is (``chat``, ``rewrite`` ...), if the file says."""
 
 
 def load_prompts(
-    path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: int, skip_long: bool = False
+    path: Path, tokenizer: Tokenizer, *, limit: int, max_tokens: int, sample: bool = False
 ) -> list[Prompt]:
-    """The first ``limit`` prompts of a JSONL file, tokenized.
+    """Up to ``limit`` prompts of a JSONL file, tokenized: the first ones, or with ``sample`` ones spread
+    evenly over the file, whose tasks come one after another.
 
     A line is an object with ``messages`` (a chat; the model is to answer), ``prompt`` or ``text`` (the
     user's message of a chat), and maybe an ``id``. A model without a chat template continues the text.
     Prompts of more than ``max_tokens`` tokens are never cut: they are refused, or passed over with
-    ``skip_long``. Raises InputError with every bad line.
+    ``sample``. Raises InputError with every bad line.
     """
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     seen: set[str] = set()
     for number, value in _read(path, problems):
-        if len(prompts) >= limit:
+        if len(prompts) >= limit and not sample:
             break
         tokens = _prompt_tokens(value, tokenizer)
         name = str(value.get("id", f"line-{number}"))
         if tokens is None:
             message = "needs messages (a list of role and content), prompt or text"
             problems.append(Problem(message, file=str(path), line=number))
-        elif skip_long and len(tokens) > max_tokens:
+        elif sample and len(tokens) > max_tokens:
             continue
         elif not 0 < len(tokens) <= max_tokens:
             message = (
@@ -53,13 +56,15 @@ def load_prompts(
         elif name in seen:
             problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
         else:
-            prompts.append(Prompt(name, tuple(tokens)))
+            prompts.append(Prompt(name, tuple(tokens), str(value.get("task", ""))))
         seen.add(name)
     if not prompts and not problems:
         message = f"holds no prompt of at most {max_tokens} tokens (limits.max_input_tokens, max_seq_tokens)"
         problems.append(Problem(message, file=str(path)))
     if problems:
         raise InputError(problems)
+    if len(prompts) > limit:
+        prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
     return prompts
 
 
