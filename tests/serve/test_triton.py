@@ -406,6 +406,10 @@ def test_dry_run_prints_repository_and_command(tiny_engine: Path) -> None:
     assert str(tiny_engine) in shown.stdout
     assert "OMP_WAIT_POLICY=PASSIVE" in shown.stdout
     assert "--http-port=1234" in shown.stdout
+    assert "--http-address=127.0.0.1" in shown.stdout
+    assert "warning" not in shown.stderr
+    public = run_cli("serve", str(tiny_engine), "--dry-run", "--host", "0.0.0.0")
+    assert "0.0.0.0 is reachable from other machines" in public.stderr
     fields = json.loads(run_cli("serve", str(tiny_engine), "--dry-run", "--json").stdout)
     assert sorted(fields["files"]) == ["models/tiny_llm/1/model.py", "models/tiny_llm/config.pbtxt"]
 
@@ -424,6 +428,9 @@ def test_sigterm_lets_a_live_stream_finish(own_server: Server) -> None:
     assert own_server.popen.stdout is not None
     with running_stream(own_server.grpc) as received:
         own_server.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(MissingError, match="the server is stopping"):
+            generate(own_server.grpc, MODEL, Generate("Hello"))
         assert wait_until(lambda: isinstance(received[-1], Finished), 30), received[-1]
     assert received[-1].text == "".join(received[:-1])
     output, _ = own_server.popen.communicate(timeout=20)

@@ -7,13 +7,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtspec.cli.output import json_option, print_json
+from trtspec.cli.output import json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
 
 if TYPE_CHECKING:
@@ -78,6 +77,11 @@ def serve(
         grpc_port=grpc_port or serving.grpc_port,
         metrics_port=metrics_port or serving.metrics_port,
     )
+    if addresses.is_public:
+        print_warning(
+            f"{addresses.host} is reachable from other machines: this Triton has no authentication and "
+            "can be crashed by a malformed request; keep it behind a proxy"
+        )
     if dry_run:
         _print_plan(artifact, addresses, as_json=as_json)
         return
@@ -183,17 +187,13 @@ def generate(
         idle_timeout_s=idle_timeout,
     )
     # Closing the stream, also on Ctrl-C or a closed pipe, cancels the request.
-    with contextlib.closing(_as_generator(answer)) as pieces:
+    with contextlib.closing(answer) as pieces:
         for piece in pieces:
             if isinstance(piece, Finished):
                 _print_finished(piece, stats=stats, as_json=as_json)
             elif not as_json:
                 click.echo(piece, nl=False)
                 sys.stdout.flush()
-
-
-def _as_generator(answer: Iterator[Any]) -> Any:
-    return answer
 
 
 def _checked_url(url: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,7 +67,7 @@ def stream(
     *,
     request_id: str = "",
     idle_timeout_s: float = IDLE_TIMEOUT_S,
-) -> Iterator[str | Finished]:
+) -> Generator[str | Finished, None, None]:
     """Yield the answer to ``request`` piece by piece as text, then one Finished.
 
     ``url`` is ``host:port`` of the server's gRPC. Closing the generator early (or an exception in the
@@ -183,6 +183,8 @@ def _error(url: str, error: Any) -> TrtspecError:
         )
     if status == "UNAVAILABLE" and ("Socket closed" in message or "GOAWAY" in message):
         return MissingError(f"{url}: the server went away before the answer was complete")
+    if "no available versions" in message:
+        return MissingError(f"{url}: the server is stopping, or its model is not loaded")
     if status in ("", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
         return InputError(Problem(message, file=url))
     return MissingError(f"{url}: {message}")

@@ -42,6 +42,11 @@ class Addresses:
         """The host that a client on this machine uses."""
         return "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
 
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines may reach it."""
+        return self.host != "localhost" and not self.host.startswith("127.")
+
     def ports(self) -> dict[str, int]:
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
 
