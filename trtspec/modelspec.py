@@ -11,7 +11,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -39,6 +39,7 @@ QUANT_ALGOS = (
     "W8A16",
 )
 INT4_ALGOS = ("W4A16_AWQ", "W4A8_AWQ")
+FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 KV_ALGOS = ("FP8", "INT8")
 
 CONFIG = "config.json"
@@ -431,9 +432,10 @@ def check_weight_files(folder: Path) -> list[Problem]:
 
 def _compare_tensors(spec: ModelSpec, headers: Mapping[str, TensorHeader], folder: Path) -> list[Problem]:
     required, optional = expected_tensors(spec)
+    linears = linear_modules(spec)
     problems: list[Problem] = []
     if spec.quant and spec.quant.algo in INT4_ALGOS and spec.quant.group_size:
-        for module, (rows, columns) in linear_modules(spec).items():
+        for module, (rows, columns) in linears.items():
             if spec.quant.covers(module) and (columns % spec.quant.group_size or rows % 2):
                 message = f"input size {columns} is not a multiple of group size {spec.quant.group_size}"
                 problems.append(Problem(message, file=str(folder), key=module))
@@ -453,7 +455,18 @@ def _compare_tensors(spec: ModelSpec, headers: Mapping[str, TensorHeader], folde
         elif header.shape != shape and not math.prod(header.shape) == math.prod(shape) == 1:
             message = f"shape {list(header.shape)}; {CONFIG} implies {list(shape)}"
             problems.append(Problem(message, file=str(header.file), key=name))
+        elif header.dtype not in (stored := _stored_dtypes(spec, linears, name)):
+            message = f"stored as {header.dtype}; {' or '.join(stored)} is needed"
+            problems.append(Problem(message, file=str(header.file), key=name))
     return problems
+
+
+def _stored_dtypes(spec: ModelSpec, linears: Collection[str], name: str) -> tuple[str, ...]:
+    module, _, kind = name.rpartition(".")
+    quant = spec.quant
+    if quant is None or kind != "weight" or module not in linears or not quant.covers(module):
+        return ("F64", "F32", "F16", "BF16")
+    return ("U8",) if quant.algo in INT4_ALGOS else ("F8_E4M3",) if quant.algo in FP8_ALGOS else ("I8",)
 
 
 # --------------------------------------------------------------------------- where models are

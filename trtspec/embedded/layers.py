@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.embedded.kvstore import E4M3_MAX, decode_e4m3, encode_e4m3
-
-FP8_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+from trtspec.modelspec import FP8_ALGOS
 
 
 class Linear(Protocol):

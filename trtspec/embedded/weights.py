@@ -20,8 +20,6 @@ from trtspec.errors import InputError, Problem
 from trtspec.modelspec import INT4_ALGOS, ModelSpec, check_weight_files
 from trtspec.tensor_headers import TensorHeader, read_tensor_headers
 
-_PLAIN = ("F64", "F32", "F16", "BF16")
-
 
 def load_model(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The model of ``folder``, computing in ``dtype`` on ``device``.
@@ -101,10 +99,8 @@ class _Checkpoint:
         self._files = {path: safe_open(path, "pt") for path in {h.file for h in headers.values()}}
         self._all_ones: dict[str, bool] = {}
 
-    def _read(self, name: str, dtypes: Sequence[str]) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         header = self.headers[name]
-        if header.dtype not in dtypes:
-            self._bad(name, f"stored as {header.dtype}; {' or '.join(dtypes)} is needed")
         tensor: Tensor = self._files[header.file].get_tensor(name)  # type: ignore[no-untyped-call]
         if tensor.is_floating_point() and not _is_finite(tensor):
             self._bad(name, "holds NaN or infinite values; the checkpoint is damaged")
@@ -115,14 +111,14 @@ class _Checkpoint:
 
     def plain(self, name: str) -> Tensor:
         """An unquantized tensor, a copy that no longer depends on the file."""
-        return self._read(name, _PLAIN).to(self.device, self.dtype, copy=True)
+        return self._read(name).to(self.device, self.dtype, copy=True)
 
     def scalar(self, name: str) -> float:
         return float(self._scale(name).reshape(-1)[0])
 
     def _scale(self, name: str) -> Tensor:
         """A scale in float64: positive, not NaN. Remembers whether all scales of its kind are exactly 1."""
-        scale = self._read(name, _PLAIN).double()
+        scale = self._read(name).double()
         if not bool((scale > 0).all()):
             self._bad(name, "holds a scale that is not positive; the export is damaged")
         kind = name.rsplit(".", 1)[1]
@@ -144,7 +140,7 @@ class _Checkpoint:
         """The linears ``modules``, which share their input, as one with their outputs side by side."""
         quant = self.spec.quant
         if quant is None or not any(quant.covers(module) for module in modules):
-            weight = torch.cat([self._read(f"{m}.weight", _PLAIN).to(self.dtype) for m in modules])
+            weight = torch.cat([self._read(f"{m}.weight").to(self.dtype) for m in modules])
             return layers.dense(weight.to(self.device), self._bias(modules))
         if len(modules) > 1 and not all(quant.covers(module) for module in modules):
             return layers.SideBySide([self.linear([module]) for module in modules])
@@ -171,8 +167,7 @@ class _Checkpoint:
         """One quantized weight; scales as [out, groups] with one group where the format has none."""
         quant = self.spec.quant
         algo = quant.algo if quant is not None else None
-        stored = "U8" if algo in INT4_ALGOS else "F8_E4M3" if algo in layers.FP8_ALGOS else "I8"
-        codes = self._read(f"{module}.weight", (stored,)).clone()
+        codes = self._read(f"{module}.weight").clone()
         rows = codes.shape[0] * (2 if algo in INT4_ALGOS else 1)
         scale = self._scale(f"{module}.weight_scale")
         scale = scale.reshape(rows, -1) if scale.numel() > 1 else scale.reshape(1, 1).expand(rows, 1)
