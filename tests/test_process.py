@@ -152,6 +152,43 @@ def test_ctrl_c_ends_the_whole_group(tmp_path: Path) -> None:
     assert wait_until(lambda: not alive(read_pid(pid_file)))
 
 
+def running_with(word: str) -> list[int]:
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                    found.append(int(name))
+    return found
+
+
+def interrupted_runs_that_leave_a_child(times: int) -> int:
+    """Ctrl-C at moments spread over the first 20 ms, while the child is being born."""
+    leaving = 0
+    for index in range(times):
+        word = f"60.{os.getpid()}{index:04d}"
+        timer = threading.Timer(0.02 * index / times, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            process.run(["sleep", word])
+        time.sleep(0.05)
+        left = running_with(word)
+        leaving += bool(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return leaving
+
+
+def test_ctrl_c_at_any_moment_leaves_no_child() -> None:
+    assert interrupted_runs_that_leave_a_child(20) == 0
+
+
+def test_the_check_above_sees_a_child_born_during_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_interrupts_deferred", contextlib.nullcontext)
+    assert interrupted_runs_that_leave_a_child(60) > 0
+
+
 def test_a_started_child_has_its_own_group(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     child = process.start([PYTHON, "-c", FAMILY.format(then="time.sleep(60)"), str(pid_file)])

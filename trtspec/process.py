@@ -22,9 +22,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from trtspec.errors import EXIT_BAD_INPUT, EXIT_MISSING, InputError, MissingError
@@ -164,12 +165,10 @@ def run(
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         log_file = stack.enter_context(log.open("a", encoding="utf-8")) if log else None
-        popen = _popen(argv, env=env, cwd=cwd, output=subprocess.PIPE)
         problem: list[BaseException] = []
 
-        def read() -> None:
-            assert popen.stdout is not None
-            for raw in popen.stdout:
+        def read(output: IO[str]) -> None:
+            for raw in output:
                 line = raw.rstrip("\n")
                 if parse_progress(line) is None:
                     tail.append(line)
@@ -182,9 +181,16 @@ def run(
                     except BaseException as error:  # the caller's own error: raised in the caller's thread
                         problem.append(error)
 
-        reader = threading.Thread(target=read, name=f"output of {name}", daemon=True)
-        reader.start()
+        popen: subprocess.Popen[str] | None = None
+        reader: threading.Thread | None = None
         try:
+            with _interrupts_deferred():
+                popen = _popen(argv, env=env, cwd=cwd, output=subprocess.PIPE)
+                assert popen.stdout is not None
+                reader = threading.Thread(
+                    target=read, args=(popen.stdout,), name=f"output of {name}", daemon=True
+                )
+                reader.start()
             while not _has_ended(popen.pid):
                 if problem:
                     raise problem[0]
@@ -192,16 +198,18 @@ def run(
                     raise ChildFailed(f"{name}: not done after {timeout_s:g} s; stopped", None, tail)
                 time.sleep(0.01)
         except BaseException:
-            _end_group(popen)
+            if popen is not None:
+                _end_group(popen)
             raise
         finally:
-            # The leader is not reaped yet, so its group id cannot belong to anyone else. Members that
-            # outlived it would hold the pipe open for ever.
-            _kill_group(popen.pid, signal.SIGKILL)
-            popen.wait()
-            reader.join()
-            assert popen.stdout is not None
-            popen.stdout.close()
+            if popen is not None and reader is not None:
+                # The leader is not reaped yet, so its group id cannot belong to anyone else. Members that
+                # outlived it would hold the pipe open for ever.
+                _kill_group(popen.pid, signal.SIGKILL)
+                popen.wait()
+                reader.join()
+                assert popen.stdout is not None
+                popen.stdout.close()
     if problem:
         raise problem[0]
     if popen.returncode != 0:
@@ -270,6 +278,24 @@ def _popen(
         errors="replace",
         start_new_session=True,
     )
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Let a Ctrl-C wait: between the birth of a child and the moment its caller holds it, the interrupt
+    would leave a child that nobody ends."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda signum, frame: received.append((signum, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            before(*received[0])
 
 
 def _name(argv: Sequence[str]) -> str:
