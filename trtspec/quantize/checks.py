@@ -104,7 +104,7 @@ def unquantized_weights(
 
 
 MAX_MISROUNDED = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
-"""By dtype of loading. Measured: below 0.002 from float32, 0.03 (FP8) from bfloat16, which rounds twice."""
+"""By dtype of loading. Measured: none from float32, 3 % (FP8) from bfloat16, which rounds twice."""
 
 
 def fidelity(layers: Sequence[LayerReport], load_dtype: str) -> list[str]:
