@@ -162,6 +162,11 @@ def running_with(word: str) -> list[int]:
     return found
 
 
+def start_and_run(timer: threading.Timer, word: str) -> None:
+    timer.start()
+    process.run(["sleep", word])
+
+
 def interrupted_runs_that_leave_a_child(times: int) -> int:
     """Ctrl-C at moments spread over the first 20 ms, while the child is being born."""
     leaving = 0
@@ -169,8 +174,7 @@ def interrupted_runs_that_leave_a_child(times: int) -> int:
         word = f"60.{os.getpid()}{index:04d}"
         timer = threading.Timer(0.02 * index / times, os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            process.run(["sleep", word])
+            start_and_run(timer, word)
         time.sleep(0.05)
         left = running_with(word)
         leaving += bool(left)
