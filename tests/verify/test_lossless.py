@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import built_tiny
@@ -17,6 +18,7 @@ from trtspec.verify.lossless import (
     Noise,
     check_lossless,
     compare,
+    is_tie,
     judge,
     locate,
     requests_for,
@@ -70,6 +72,41 @@ def test_ngram_drafting_is_lossless(artifact, dtype: str):
     assert 0 < result.check.evidence["mismatch_rate_upper_95"] < 0.05
     noise = result.check.evidence["noise"]["nats"]
     assert noise < (1e-10 if dtype == "float64" else 1e-3)
+
+
+def test_16_bit_passes_and_says_which_way(artifact):
+    result = check(
+        open_engine(artifact, dtype="bfloat16"),
+        open_engine(artifact, "no_speculation", dtype="bfloat16"),
+        dtype="bfloat16",
+    )
+    assert result.check.verdict is Verdict.PASS
+    assert result.check.evidence["result"] in ("identical", "numeric ties only")
+    assert 0 < result.check.evidence["noise"]["rms_nats"] < result.check.evidence["noise"]["nats"]
+
+
+def test_a_real_difference_is_not_excused_by_a_closer_look(artifact):
+    """In bfloat16, where the place itself is measured too, a wrong token still stands out."""
+    speculative = open_engine(artifact, dtype="bfloat16")
+    result = check(
+        Broken(speculative, change_output=built_tiny.changes_one_token("p3")),
+        open_engine(artifact, "no_speculation", dtype="bfloat16"),
+        dtype="bfloat16",
+    )
+    assert result.check.verdict is Verdict.FAIL
+    wrong = {
+        one["prompt_id"]: one
+        for one in result.check.evidence["divergences"]
+        if one["local_noise_nats"] is not None
+    }
+    assert wrong["p3"]["gap_nats"] > wrong["p3"]["local_noise_nats"]
+
+
+def test_noise_at_the_place_itself_excuses():
+    divergence = Divergence("a", 3, 1, 2, gap_nats=0.2)
+    assert not is_tie(divergence, NOISE)
+    assert is_tie(replace(divergence, local_noise_nats=0.25), NOISE)
+    assert not is_tie(replace(divergence, local_noise_nats=0.15), NOISE)
 
 
 def test_without_speculation_batching_is_compared(artifact, plain):

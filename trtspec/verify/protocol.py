@@ -19,7 +19,7 @@ from trtspec.verify.load import Contender, Race, check_acceptance, check_speed, 
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
-from trtspec.verify.ruler import max_draft, run
+from trtspec.verify.ruler import Answer, max_draft, run
 from trtspec.verify.stats import rate_upper_bound
 from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 
@@ -42,7 +42,7 @@ class Settings:
     noise_texts: int = 2
     noise_tokens: int = 64
     exact_prompts: int = 4
-    """Prompts of the comparison in float64."""
+    """Prompts of the comparison in float64: those with the most drafts."""
     exact_tokens: int = 24
     prompts: Path | None = None
     """The user's own JSONL file; None: the prompts that ship with trtspec."""
@@ -109,12 +109,15 @@ def verify(
             total_tokens=settings.quality_tokens,
             max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
         )
-    checks = _exact(built, prompts, tokenizer, settings, say, on_progress)
     with contextlib.ExitStack() as stack:
         say("loading the engines")
         engines = _open(built, stack)
         say(f"{len(prompts)} prompts; about {_estimate_s(engines, prompts, settings, recipe):.0f} s to go")
-        checks += _measure(built, engines, prompts, texts, tokenizer, settings, say, on_progress)
+        checks, answers = _measure(built, engines, prompts, texts, tokenizer, settings, say, on_progress)
+    # After the others are closed: two more copies of the weights, and in 64 bit.
+    drafted = {answer.request_id: answer.drafted for answer in answers}
+    livelier = sorted(prompts, key=lambda prompt: drafted[prompt.id], reverse=True)
+    checks += _exact(built, livelier[: settings.exact_prompts], tokenizer, settings, say, on_progress)
     notes = []
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
@@ -171,8 +174,6 @@ def _exact(
         reason = f"two copies of the weights in float64 ({8 * weights / 1e9:.0f} GB) do not fit this machine"
         return [_skipped(name, reason, False)]
     say("lossless_float64: greedy answers token by token, in float64")
-    prompts = [prompts[i * len(prompts) // settings.exact_prompts] for i in range(settings.exact_prompts)]
-    prompts = list({prompt.id: prompt for prompt in prompts}.values())
     limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
     small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
     with contextlib.ExitStack() as stack:
@@ -232,12 +233,15 @@ def _estimate_s(engines: _Engines, prompts: Sequence[Prompt], settings: Settings
     batches = -(-len(prompts) // recipe.limits.max_batch_size)
     alone = min(settings.floor_prompts, len(prompts)) if speculates else len(prompts)
     noise = settings.noise_texts * settings.noise_tokens * 1.3
-    seconds = plain * (batches * tokens * 3 * (1 + speculates) + alone * tokens + noise)
+    # Batched steps cost about three single ones; locating divergences a prefill or two each.
+    seconds = plain * (batches * tokens * 4 * (1 + speculates) + alone * tokens + noise)
     if engines.baseline is not engines.plain:
         seconds += settings.quality_tokens / 8 * (plain + baseline) / 2
     runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
     if speculates:
         seconds += runs * plain * 2
+        if recipe.backend.dtype != "float64":
+            seconds += plain * settings.exact_tokens * 2 * 12
     if engines.baseline is not engines.plain:
         seconds += runs * (baseline + (0 if speculates else plain))
     return seconds
@@ -252,7 +256,8 @@ def _measure(
     settings: Settings,
     say: Say,
     on_progress: OnProgress,
-) -> list[Check]:
+) -> tuple[list[Check], tuple[Answer, ...]]:
+    """All checks in the recipe's own dtype, and the answers with speculation."""
     recipe, gates = built.recipe, built.recipe.gates
     speculates = engines.recipe is not engines.plain
     quantizes = engines.baseline is not engines.plain
@@ -309,7 +314,8 @@ def _measure(
     else:
         reason = "the recipe does not speculate"
         checks.append(_skipped("acceptance", reason, gates.min_acceptance_length is not None))
-    return checks + _speed_checks(built, engines, prompts, identity, settings, say, stage("speed"))
+    checks += _speed_checks(built, engines, prompts, identity, settings, say, stage("speed"))
+    return checks, identity.speculative.answers
 
 
 def _speed_checks(
