@@ -7,12 +7,8 @@ the dequantized weight is within half a quantization step of it.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
-import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +21,13 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny_model
 from torch import Tensor
 
-from trtspec import process
+from trtspec.embedded.kvstore import KvStore
+from trtspec.embedded.scoring import score_text
+from trtspec.embedded.weights import load_model
+from trtspec.engine import Scores
 from trtspec.errors import GateFailed, InputError
 from trtspec.modelspec import linear_modules, read_modelspec
-from trtspec.quantize import Report, checks, preflight, quantize, read_report, readback
+from trtspec.quantize import Report, checks, quantize, read_report, readback
 from trtspec.quantize.finish import portable_config
 from trtspec.recipe import Quantization
 
@@ -142,6 +141,34 @@ def test_every_code_is_the_nearest(name: str, runs: Callable[[str], Run]) -> Non
 
 def load_all(folder: Path) -> dict[str, Tensor]:
     return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def test_the_engine_reads_what_was_checked(runs: Callable[[str], Run], tmp_path: Path) -> None:
+    """The engine's own loader, on the export, computes what :mod:`readback` says it stands for."""
+    run = runs("w4a16")
+    effective = tmp_path / "effective"
+    shutil.copytree(run.source, effective)
+    tensors = {name: tensor.float() for name, tensor in load_all(run.source).items()}
+    export = load_all(run.out)
+    for module in quantized_modules(run):
+        tensors[f"{module}.weight"] = readback.effective_weight(tensors, export, module)
+    save_file(tensors, effective / "model.safetensors", metadata={"format": "pt"})
+    tokens = list(range(3, 120, 2))
+    of_export, of_effective, of_source = (
+        score(folder, tokens).logprobs for folder in (run.out, effective, run.source)
+    )
+    assert of_export == pytest.approx(of_effective, abs=1e-4)
+    assert of_export != pytest.approx(of_source, abs=1e-2), "quantization must be visible"
+
+
+def score(folder: Path, tokens: list[int]) -> Scores:
+    spec, cpu = read_modelspec(folder), torch.device("cpu")
+    model = load_model(folder, spec, dtype=torch.float64, device=cpu)
+
+    def new_store(num_slots: int) -> KvStore:
+        return KvStore(spec, num_slots, dtype=torch.float64, kv_format="none", scales=None, device=cpu)
+
+    return score_text(model, new_store, tokens, 64)
 
 
 def test_unpack_takes_the_low_nibble_for_even_rows_and_signs_it() -> None:
@@ -405,86 +432,3 @@ def test_failed_checks_are_raised_together() -> None:
     with pytest.raises(GateFailed, match="not usable and was removed:\na: one\nb: two\nb: three"):
         checks.run({"a": lambda: ["one"], "b": lambda: ["two", "three"], "c": list})
     assert checks.run({"c": list}) == ["c"]
-
-
-# --------------------------------------------------------------------------- while it runs
-
-
-def test_weights_that_are_not_finite(tmp_path: Path) -> None:
-    source = make_tiny_model(tmp_path / "source", dtype="bfloat16")
-    edit_tensors(source, lambda t: t["model.layers.1.mlp.up_proj.weight"].view(-1)[7:8].fill_(float("nan")))
-    with pytest.raises(InputError, match=r"NaN or infinity \(model.layers.1.mlp.up_proj.weight\)"):
-        quantize(source, tmp_path / "out", parse({"kind": "fp8"}))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-def test_interruption_leaves_nothing(tmp_path: Path) -> None:
-    source = make_tiny_model(tmp_path / "source", dtype="bfloat16")
-
-    def stop(step: str, done: int, total: int) -> None:
-        if step == "export":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize(source, tmp_path / "out", parse({"kind": "fp8"}), progress=stop)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-def test_kill_in_the_middle_then_again(tmp_path: Path) -> None:
-    source, out = make_tiny_model(tmp_path / "source", dtype="bfloat16"), tmp_path / "out"
-    wanted = parse({"kind": "fp8", "kv_cache": "fp8"})
-    argv = [sys.executable, "-m", "trtspec.quantize", "--model", str(source), "--out", str(out)]
-    log = tmp_path / "log"
-    child = process.start([*argv, "--quantization", wanted.model_dump_json()], log=log)
-    deadline = time.monotonic() + 60
-    while not (log.exists() and '"calibrate"' in log.read_text()):
-        assert time.monotonic() < deadline
-        assert child.poll() is None, log.read_text()
-        time.sleep(0.005)
-    child.kill_group()
-    partials = list(tmp_path.glob("out.partial-*"))
-    said: list[str] = []
-    if out.exists():  # it was faster than the signal; nothing to clean up then
-        shutil.rmtree(out)
-    else:
-        assert [path.name for path in partials] == [f"out.partial-{child.pid}"]
-    quantize(source, out, wanted, say=said.append)
-    assert read_report(out).quant_algo == "FP8"
-    assert not list(tmp_path.glob("out.partial-*"))
-    for partial in partials:
-        assert said[0] == f"found {partial}: left by an interrupted run; removing it and starting over"
-
-
-def test_noise_goes_to_the_log_and_warnings_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from trtspec.quantize import ptq
-
-    with ptq.quiet(tmp_path / "log") as found:
-        print("Inserted 56 quantizers")
-        print("Loading weights", file=sys.stderr)
-        warnings.warn("`torch_dtype` is deprecated! Use `dtype` instead!", stacklevel=1)
-        logging.getLogger("modelopt.torch.export").warning("Large KV activations detected.")
-        logging.getLogger("modelopt.torch.export").warning("Large KV activations detected.")
-        warnings.warn("awq_lite: Disabling for x, quantizing with max calibration.", stacklevel=1)
-    assert found == [
-        "Large KV activations detected.",
-        "awq_lite: Disabling for x, quantizing with max calibration.",
-    ]
-    log = (tmp_path / "log").read_text()
-    assert all(text in log for text in ("Inserted 56", "Loading weights", "torch_dtype", "Large KV"))
-    captured = capsys.readouterr()
-    assert captured.out == captured.err == ""
-
-
-def test_memory_decides_the_loading_dtype(runs: Callable[[str], Run]) -> None:
-    run = runs("fp8")
-    found = preflight.check(run.source, run.out.parent / "new", run.quantization, "cpu")
-    wide = preflight.estimate_memory_bytes(found.spec, run.quantization, found.rows, 4)
-    narrow = preflight.estimate_memory_bytes(found.spec, run.quantization, found.rows, 2)
-    choose = preflight.choose_load_dtype
-    assert choose(found.spec, run.quantization, found.rows, None) == ("float32", [])
-    assert choose(found.spec, run.quantization, found.rows, wide) == ("float32", [])
-    dtype, notes = choose(found.spec, run.quantization, found.rows, wide - 1)
-    assert dtype == "bfloat16"
-    assert "float32 would need" in notes[0]
-    with pytest.raises(Exception, match="of memory are needed"):
-        choose(found.spec, run.quantization, found.rows, narrow - 1)
