@@ -218,11 +218,8 @@ def test_a_neighbours_nan_does_not_spread(model: Decoder) -> None:
     short, long = torch.arange(100, 110), torch.arange(110, 180)
     model.forward(batch_of(Rows(TOKENS[:9], 0, short)), store)
     model.forward(batch_of(Rows(TOKENS[:69], 0, long)), store)
-    parts = (
-        Rows(TOKENS[9:10], 9, short),
-        Rows(TOKENS[69:70], 69, long),
-        Rows(TOKENS[:3], 0, torch.arange(3)),
-    )
+    fresh = torch.arange(200, 203)
+    parts = (Rows(TOKENS[9:10], 9, short), Rows(TOKENS[69:70], 69, long), Rows(TOKENS[:3], 0, fresh))
     got = model.forward(batch_of(*parts), store)[0]
     torch.testing.assert_close(got[0], whole(model, TOKENS[:10])[-1], rtol=0, atol=1e-11)
     torch.testing.assert_close(got[1], whole(model, TOKENS[:70])[-1], rtol=0, atol=1e-11)

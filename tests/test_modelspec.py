@@ -1,0 +1,294 @@
+"""Reading checkpoints without torch: facts, refusals, damaged weight files, and where models are found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ARCHITECTURES, Family, make_tiny_model
+
+from trtspec.errors import InputError, MissingError
+from trtspec.modelspec import (
+    cache_folder,
+    check_weight_files,
+    expected_tensors,
+    read_modelspec,
+    resolve_model,
+)
+from trtspec.tensor_headers import read_tensor_headers
+
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", tokenizer=False)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is DELETE:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+DELETE = object()
+
+
+def problems_of(folder: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_modelspec(folder)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ facts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_facts_of_every_family(tmp_path: Path, family: Family, tie: bool) -> None:
+    make_tiny_model(tmp_path, family, tie=tie, hidden=96, heads=6, kv_heads=3, layers=3, tokenizer=False)
+    spec = read_modelspec(tmp_path)
+    assert (spec.architecture, spec.family) == (ARCHITECTURES[family], family)
+    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size) == (3, 96, 192)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (6, 3, 16)
+    assert spec.tie_embeddings is tie
+    assert spec.qkv_bias is (family == "qwen2")
+    assert spec.qk_norm is (family == "qwen3")
+    assert spec.eos_token_ids == (2,)
+    assert (spec.quant, spec.sliding_window, spec.rope_scaling) == (None, None, None)
+    assert check_weight_files(tmp_path) == []
+    headers, _ = read_tensor_headers(tmp_path)
+    assert expected_tensors(spec)[0] == {name: header.shape for name, header in headers.items()}
+
+
+def test_both_generations_of_rope_keys_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    old = make_tiny_model(tmp_path / "old", rope_theta=5e5, rope_scaling=scaling, tokenizer=False)
+    new = make_tiny_model(
+        tmp_path / "new", rope_theta=5e5, rope_scaling=scaling, rope_parameters_key=True, tokenizer=False
+    )
+    assert read_modelspec(old) == read_modelspec(new)
+    assert read_modelspec(new).rope_theta == 5e5
+    edit_config(new, rope_theta=1e4)
+    assert "contradicts rope_parameters.rope_theta" in problems_of(new)
+
+
+def test_eos_ids_come_from_both_files(folder: Path) -> None:
+    edit_config(folder, eos_token_id=[7, 2])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert read_modelspec(folder).eos_token_ids == (2, 5, 7)
+
+
+def test_qwen_window_is_off_unless_used(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", config_overrides={"sliding_window": 64}, tokenizer=False)
+    assert read_modelspec(folder).sliding_window is None
+    edit_config(folder, use_sliding_window=True)
+    assert "use_sliding_window" in problems_of(folder)
+    edit_config(folder, sliding_window=4096)
+    assert read_modelspec(folder).sliding_window is None, "a window beyond max_position_embeddings"
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architectures: ['MixtralForCausalLM'] is not supported"),
+        ({"architectures": DELETE}, "one of LlamaForCausalLM, MistralForCausalLM"),
+        ({"hidden_size": DELETE}, "hidden_size: missing"),
+        ({"hidden_size": "64"}, "hidden_size: '64' is not an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0 is not an integer of at least 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
+        ({"head_dim": 15}, "head_dim: 15 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; only 'silu'"),
+        ({"attention_bias": True}, "attention_bias: True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias: True is not supported"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: -1 is not a positive number"),
+        ({"rope_theta": "big"}, "rope_theta: 'big' is not a positive number"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "one of default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: None is not a positive number"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": 3}, "rope_scaling: 3 is not a mapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: '</s>' is not a token id"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' cannot be run"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "hf_quant_config.json is missing"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_configs_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    edit_config(folder, **changes)
+    text = problems_of(folder)
+    assert message in text
+    assert str(folder / "config.json") in text
+
+
+def test_all_problems_come_at_once(folder: Path) -> None:
+    edit_config(folder, hidden_act="gelu", mlp_bias=True, vocab_size=-1, rope_scaling={"rope_type": "su"})
+    text = problems_of(folder)
+    for key in ("hidden_act", "mlp_bias", "vocab_size", "rope_scaling.rope_type"):
+        assert f": {key}: " in text
+    assert len(text.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_algo": "NVFP4"}, "'NVFP4' is not supported; one of FP8,"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "quantization.kv_cache_quant_algo"),
+        ({"quant_algo": "W4A16_AWQ", "group_size": 0}, "group_size: 0 is not an integer"),
+        ({"quant_algo": "W4A16_AWQ"}, "no 4-bit weight to infer it from"),
+        ({"quant_algo": "W4A16_AWQ", "group_size": 32, "has_zero_point": True}, "zero points"),
+        ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "not a list of module name patterns"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_quantization_is_refused(folder: Path, quantization: dict[str, Any], message: str) -> None:
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    text = problems_of(folder)
+    assert message in text
+    assert "hf_quant_config.json" in text
+
+
+def test_missing_folder_and_config(tmp_path: Path) -> None:
+    assert "no such folder" in problems_of(tmp_path / "nowhere")
+    assert "not a Hugging Face checkpoint" in problems_of(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in problems_of(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "holds a list" in problems_of(tmp_path)
+
+
+# ------------------------------------------------------------------ weight files
+
+
+def weight_problems(folder: Path) -> str:
+    return "\n".join(str(problem) for problem in check_weight_files(folder))
+
+
+def test_git_lfs_pointers(folder: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (folder / "model.safetensors").write_bytes(pointer)
+    assert "git lfs pull" in weight_problems(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
+def test_truncated_files_at_any_place(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    text = weight_problems(folder)
+    assert str(path) in text
+    assert "download or export it again" in text
+
+
+def test_files_that_are_too_long_or_malformed(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good + b"x")
+    assert "longer than its header says" in weight_problems(folder)
+    path.write_bytes(good[:8] + b"[" + good[9:])
+    assert "malformed" in weight_problems(folder)
+
+
+def test_missing_and_misplaced_shards(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, shards=3, tokenizer=False)
+    assert check_weight_files(folder) == []
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "model-00002-of-00003.safetensors: missing" in weight_problems(folder)
+    first, third = (folder / f"model-0000{i}-of-00003.safetensors" for i in (1, 3))
+    (folder / "model-00002-of-00003.safetensors").write_bytes(first.read_bytes())
+    third.write_bytes(first.read_bytes())
+    assert "where the index puts it" in weight_problems(folder)
+
+
+def test_pickled_weights_are_refused_with_a_remedy(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "convert them to safetensors" in weight_problems(folder)
+    (folder / "pytorch_model.bin").unlink()
+    assert "no weights" in weight_problems(folder)
+
+
+def test_tensors_that_do_not_fit_the_config(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=3)
+    text = weight_problems(folder)
+    assert "model.layers.2.self_attn.q_proj.weight: missing" in text
+    assert "more tensors are missing" in text
+    edit_config(folder, num_hidden_layers=1)
+    assert "model.layers.1.mlp.up_proj.weight: not a tensor of LlamaForCausalLM" in weight_problems(folder)
+    edit_config(folder, num_hidden_layers=2, intermediate_size=256)
+    assert "mlp.up_proj.weight: shape [128, 64]; config.json implies [256, 64]" in weight_problems(folder)
+
+
+def test_biases_without_the_architecture_for_them_are_not_ignored(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2", tokenizer=False)
+    edit_config(folder, architectures=["LlamaForCausalLM"])
+    assert "q_proj.bias: not a tensor of LlamaForCausalLM" in weight_problems(folder)
+
+
+# ------------------------------------------------------------------ where models are
+
+
+def test_folders_are_relative_to_the_recipe(folder: Path) -> None:
+    assert resolve_model("model", folder.parent) == folder
+    assert resolve_model(str(folder), Path("/elsewhere")) == folder
+    with pytest.raises(InputError, match="a revision is only for hub ids"):
+        resolve_model("model", folder.parent, "main")
+    with pytest.raises(InputError, match="no such folder"):
+        resolve_model("./absent", folder.parent)
+
+
+def test_samples_live_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
+    with pytest.raises(MissingError, match="run: trtspec fetch tiny"):
+        resolve_model("sample:tiny", Path())
+    made = make_tiny_model(tmp_path / "models" / "tiny", tokenizer=False)
+    assert resolve_model("sample:tiny", Path()) == made
+    with pytest.raises(InputError, match="is not a sample name"):
+        resolve_model("sample:../tiny", Path())
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRTSPEC_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path.home() / ".cache" / "trtspec"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/trtspec")
+    monkeypatch.setenv("TRTSPEC_CACHE", "/y")
+    assert cache_folder() == Path("/y")
+
+
+def test_hub_ids_use_the_local_cache_only(tmp_path: Path) -> None:
+    """In a fresh process: the hub library reads its cache folder when imported."""
+    hub = tmp_path / "hub"
+    repo = hub / "models--org--name"
+    snapshot = repo / "snapshots" / "0123456789012345678901234567890123456789"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(snapshot.name)
+    make_tiny_model(snapshot, tokenizer=False)
+    code = (
+        "from pathlib import Path; from trtspec.modelspec import resolve_model\n"
+        "print(resolve_model('org/name', Path()))\n"
+        "try: resolve_model('org/other', Path())\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    environment = {"HF_HUB_CACHE": str(hub), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    lines = run.stdout.splitlines()
+    assert lines[0] == str(snapshot), run.stderr
+    assert lines[1].startswith("MissingError org/other: not in the hub's local cache")
+    assert "TRTSPEC_ALLOW_NETWORK=1" in lines[1]
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, trtspec.modelspec; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
