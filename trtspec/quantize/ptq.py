@@ -43,9 +43,10 @@ TokenBatches = Sequence[Sequence[Sequence[int]]]
 """Batches of rows of token ids; the rows of a batch are equally long."""
 
 SEARCH_TOKENS = 2048
-"""AWQ tries 11 scales for each layer on this many of the calibration tokens. The statistics come from all of
-them; measured on SmolLM2-135M, searching on 10,000 instead takes several times longer and does not lower
-perplexity."""
+"""AWQ tries 11 scales for each layer on this many of the calibration tokens; the statistics come from all
+of them. On SmolLM2-135M, groups of 64, searching on 10,000 took 169 s of CPU instead of 56 and gave a
+perplexity of 26.8 instead of 27.0."""
+
 
 _NOISE = re.compile(
     r"torch_dtype|lm_head is not calibrated|original dtype|Using `export_dir`|is deprecated|"
