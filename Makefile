@@ -28,8 +28,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "trtspec needs Python 3.10, 3.11 or 3.12; none found: make setup PYTHON=/path/to/python3.11"; exit 3; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_TORCH) $(TORCH) numpy==1.26.4
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_TORCH) $(TORCH) numpy==1.26.4
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 model: setup  ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) into the cache, once
