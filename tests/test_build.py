@@ -443,7 +443,9 @@ def test_quantized_weights_are_used_again_when_only_gates_change(interrupted: tu
     recipe, _ = interrupted
     target = recipe.parent / "engines" / "tiny" / "target"
     before = {path.name: path.stat().st_ino for path in target.iterdir()}
-    recipe.write_text(QUANTIZED.replace("{kind: ngram}", "{kind: none}") + "gates: {max_perplexity_ratio: 1.1}\n")
+    recipe.write_text(
+        QUANTIZED.replace("{kind: ngram}", "{kind: none}") + "gates: {max_perplexity_ratio: 1.1}\n"
+    )
     built, said = run(recipe)
     assert "quantize" in built.reused
     assert any("re-using the output of the engine that is there" in line for line in said)

@@ -215,6 +215,8 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     if problems:
         raise InputError(problems)
 
+    if engines_dir.exists() and not engines_dir.is_dir():
+        raise InputError(Problem("is not a folder; choose another --engines-dir", file=str(engines_dir)))
     folder = engines_dir / recipe.name
     work = engines_dir / f".{recipe.name}.building"
     known = _known_source(folder, work)
@@ -222,7 +224,11 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     if known is None:
         size = sum(path.stat().st_size for path in files)
         say(f"hashing {len(files)} source files ({size / 1e6:.0f} MB)")
-    source = artifact.hash_source(source_dir, files, known)
+    try:
+        source = artifact.hash_source(source_dir, files, known)
+    except OSError as error:
+        message = f"{error.filename}: cannot be read: {error.strerror}; give permission to read it"
+        raise MissingError(message) from None
     quantization, calibration_digest = _resolve_calibration(recipe, base)
     tools = artifact.tool_versions()
     steps = plan_for(

@@ -103,6 +103,7 @@ def test_bad_input_exits_2(tmp_path, data):
     bad.write_text("{\n[]\n")
     assert main(arguments(built.folder, (bad, data[1]))) == 2
     assert main(arguments(built.folder, (tmp_path / "none.jsonl", data[1]))) == 2
+    assert main(arguments(built.folder, data, "-o", str(tmp_path / "nowhere" / "r.json"))) == 2
 
 
 # --------------------------------------------------------------------------- prompts and texts

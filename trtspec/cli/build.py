@@ -170,7 +170,12 @@ def _quantization_json(options: dict[str, Any]) -> str:
     from trtspec.recipe import Quantization
 
     names = {"calibration": "data", "num_samples": "num_samples", "max_tokens": "max_tokens", "seed": "seed"}
-    given = {name: value for name, value in options.items() if value not in (None, False, ())}
+    # By identity: 0 equals False, and --alpha 0 is an answer.
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != ()
+    }
     calibration = {key: given.pop(option) for option, key in names.items() if option in given}
     if "data" in calibration:
         calibration["data"] = str(Path(calibration["data"]).resolve())

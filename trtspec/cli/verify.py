@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from trtspec.cli.output import Progress, json_option, print_json
+from trtspec.errors import InputError, Problem
 
 _FILE = click.Path(path_type=Path)
 
@@ -65,6 +66,14 @@ def verify(
         protocol.QUICK if quick else protocol.Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
+    # Before minutes of measuring.
+    problems = [
+        Problem("its folder does not exist; make it, or choose another", file=str(path))
+        for path in (output, markdown)
+        if path is not None and not path.absolute().parent.is_dir()
+    ]
+    if problems:
+        raise InputError(problems)
     built = open_artifact(engine)
     with Progress(quiet=as_json) as progress:
         result = protocol.verify(

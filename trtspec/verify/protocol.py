@@ -117,7 +117,7 @@ def verify(
     # After the others are closed: two more copies of the weights, and in 64 bit.
     drafted = {answer.request_id: answer.drafted for answer in answers}
     livelier = sorted(prompts, key=lambda prompt: drafted[prompt.id], reverse=True)
-    checks += _exact(built, livelier[: settings.exact_prompts], tokenizer, settings, say, on_progress)
+    checks[1:1] = _exact(built, livelier[: settings.exact_prompts], tokenizer, settings, say, on_progress)
     notes = []
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")

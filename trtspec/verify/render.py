@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
-from trtspec.verify.gates import Check
+from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.report import VERDICT_WORDS, Report
 
 _NAMES_WIDTH = 22
@@ -20,8 +20,8 @@ def terminal(report: Report, width: int = 100) -> str:
         "",
     ]
     for check in report.checks:
-        need = "" if check.required else " (not required)"
-        head = f"{check.verdict.value:<13} {check.name:<{_NAMES_WIDTH}} "
+        need = "" if check.required or check.bound is None else " (not required)"
+        head = f"{_word(check):<13} {check.name:<{_NAMES_WIDTH}} "
         body = textwrap.wrap(check.summary + need, max(width - len(head), 30)) or [""]
         lines.append(head + body[0])
         lines += [" " * len(head) + line for line in body[1:]]
@@ -48,7 +48,7 @@ def markdown(report: Report) -> str:
     for check in report.checks:
         cells = (
             check.name,
-            check.verdict.value,
+            _word(check),
             "yes" if check.required else "no",
             _number(check.measured, check.unit),
             _interval(check),
@@ -58,7 +58,7 @@ def markdown(report: Report) -> str:
         rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     details = []
     for check in report.checks:
-        details += [f"### {check.name}: {check.verdict.value}", "", check.summary, ""]
+        details += [f"### {check.name}: {_word(check)}", "", check.summary, ""]
         details += [f"- warning: {warning}" for warning in check.warnings]
         if check.how:
             details += [f"- how: {check.how}"]
@@ -86,6 +86,12 @@ def markdown(report: Report) -> str:
             "",
         ]
     )
+
+
+def _word(check: Check) -> str:
+    """The verdict; a number that no gate asks about is only measured."""
+    ungated = check.verdict is Verdict.PASS and check.bound is None and not check.required
+    return "measured" if ungated and check.measured is not None else check.verdict.value
 
 
 def _number(value: float | None, unit: str) -> str:
