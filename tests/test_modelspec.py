@@ -12,13 +12,8 @@ import pytest
 from tiny import ARCHITECTURES, Family, make_tiny_model
 
 from trtspec.errors import InputError, MissingError
-from trtspec.modelspec import (
-    cache_folder,
-    check_weight_files,
-    expected_tensors,
-    read_modelspec,
-    resolve_model,
-)
+from trtspec.model_source import cache_folder, resolve_model
+from trtspec.modelspec import check_weight_files, expected_tensors, read_modelspec
 from trtspec.tensor_headers import read_tensor_headers
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -276,7 +271,7 @@ def test_hub_ids_use_the_local_cache_only(tmp_path: Path) -> None:
     (repo / "refs" / "main").write_text(snapshot.name)
     make_tiny_model(snapshot, tokenizer=False)
     code = (
-        "from pathlib import Path; from trtspec.modelspec import resolve_model\n"
+        "from pathlib import Path; from trtspec.model_source import resolve_model\n"
         "print(resolve_model('org/name', Path()))\n"
         "try: resolve_model('org/other', Path())\n"
         "except Exception as error: print(type(error).__name__, error)"
@@ -290,5 +285,5 @@ def test_hub_ids_use_the_local_cache_only(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, trtspec.modelspec; sys.exit('torch' in sys.modules)"
+    code = "import sys, trtspec.modelspec, trtspec.model_source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

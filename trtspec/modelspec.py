@@ -1,22 +1,19 @@
 """Facts about a checkpoint folder, read from config.json and tensor headers without torch.
 
-Also where a model is found (:func:`resolve_model`) and whether its weight files are whole
-(:func:`check_weight_files`), so that a bad folder is refused in milliseconds instead of after minutes
-of loading.
+Also whether its weight files are whole (:func:`check_weight_files`), so that a bad folder is refused in
+milliseconds instead of after minutes of loading.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from trtspec.errors import InputError, MissingError, Problem
+from trtspec.errors import InputError, Problem
 from trtspec.tensor_headers import TensorHeader, read_json, read_tensor_headers
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
@@ -467,80 +464,3 @@ def _stored_dtypes(spec: ModelSpec, linears: Collection[str], name: str) -> tupl
     if quant is None or kind != "weight" or module not in linears or not quant.covers(module):
         return ("F64", "F32", "F16", "BF16")
     return ("U8",) if quant.algo in INT4_ALGOS else ("F8_E4M3",) if quant.algo in FP8_ALGOS else ("I8",)
-
-
-# --------------------------------------------------------------------------- where models are
-
-_SAMPLE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def cache_folder() -> Path:
-    """$TRTSPEC_CACHE, else $XDG_CACHE_HOME/trtspec, else ~/.cache/trtspec (not created here)."""
-    if os.environ.get("TRTSPEC_CACHE"):
-        return Path(os.environ["TRTSPEC_CACHE"]).expanduser()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "trtspec"
-    return Path.home() / ".cache" / "trtspec"
-
-
-def resolve_model(
-    source: str, base: Path, revision: str | None = None, *, allow_network: bool | None = None
-) -> Path:
-    """The folder of a recipe's ``model.source``.
-
-    ``sample:NAME`` is looked for in the cache; then a folder, relative to ``base``; else a hub id, found in
-    the hub's local cache. The network is used only with ``allow_network`` (None: when the environment has
-    TRTSPEC_ALLOW_NETWORK=1). Raises MissingError for what is not there yet, InputError for what is no model.
-    """
-    if source.startswith("sample:"):
-        name = source.removeprefix("sample:")
-        if not _SAMPLE_NAME.fullmatch(name):
-            raise InputError(f"{source!r}: {name!r} is not a sample name")
-        if revision is not None:
-            raise InputError(f"{source!r}: a revision is only for hub ids, found {revision!r}")
-        folder = cache_folder() / "models" / name
-        if not (folder / CONFIG).is_file():
-            raise MissingError(f"{source}: not in {folder.parent}; run: trtspec fetch {name}")
-        return folder
-    folder = (Path(base) / Path(source).expanduser()).resolve()
-    if folder.is_dir():
-        if revision is not None:
-            raise InputError(f"{source!r} is a folder; a revision is only for hub ids, found {revision!r}")
-        return folder
-    if not _HUB_ID.fullmatch(source):
-        raise InputError(
-            f"{source!r}: no such folder ({folder}); give a folder, sample:NAME or a hub id (org/name)"
-        )
-    if allow_network is None:
-        allow_network = os.environ.get("TRTSPEC_ALLOW_NETWORK") == "1"
-    return _resolve_hub(source, revision, allow_network)
-
-
-def _resolve_hub(source: str, revision: str | None, allow_network: bool) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError:
-        raise MissingError(
-            f"{source}: reading hub models needs huggingface_hub; run: pip install huggingface_hub"
-        ) from None
-    try:
-        return Path(
-            snapshot_download(
-                source,
-                revision=revision,
-                local_files_only=not allow_network,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"],
-            )
-        )
-    except LocalEntryNotFoundError:
-        at = f" at revision {revision}" if revision else ""
-        how = f"huggingface-cli download {source}" + (f" --revision {revision}" if revision else "")
-        raise MissingError(
-            f"{source}{at}: not in the hub's local cache, and the network is "
-            f"{'not reachable' if allow_network else 'not used'}; run: {how}"
-            f"{'' if allow_network else ' (or set TRTSPEC_ALLOW_NETWORK=1)'}"
-        ) from None
-    except HfHubHTTPError as error:
-        raise InputError(f"{source}: the hub answered: {error}") from None

@@ -17,7 +17,8 @@ from trtspec import artifact
 from trtspec.artifact import BASELINE_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem
-from trtspec.modelspec import check_weight_files, read_modelspec, resolve_model
+from trtspec.model_source import resolve_model
+from trtspec.modelspec import check_weight_files, read_modelspec
 from trtspec.recipe import EmbeddedBackend, NoQuantization, Quantization, Recipe
 from trtspec.recipe_file import load_recipe, parse_recipe
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.folders import new_folder
-from trtspec.modelspec import cache_folder
+from trtspec.model_source import cache_folder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,8 @@ from torch import Tensor
 from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.weights import load_model
-from trtspec.modelspec import ModelSpec, cache_folder, read_modelspec
+from trtspec.model_source import cache_folder
+from trtspec.modelspec import ModelSpec, read_modelspec
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 CPU = torch.device("cpu")

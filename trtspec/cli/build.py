@@ -137,7 +137,7 @@ def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
     """
     from trtspec import process
     from trtspec.build import CHILD_ENVIRONMENT
-    from trtspec.modelspec import resolve_model
+    from trtspec.model_source import resolve_model
 
     quantization = _quantization_json(options)
     folder = resolve_model(source, Path.cwd(), None)

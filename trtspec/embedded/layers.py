@@ -211,7 +211,7 @@ class Fp8Linear:
 
 
 # Up to these many rows the packed kernels beat decoding the weight for a bfloat16 product: they cost the
-# same for every row, decoding costs as much as about 50 (int4) or 20 (int8) rows. benchmarks/kernels.py measures.
+# same for every row, decoding costs as much as about 50 (int4) or 20 (int8) rows (benchmarks/kernels.py).
 INT4_FEW_ROWS = 52
 INT8_FEW_ROWS = 20
 # Outputs decoded at a time, so that the decoded weights are still in the cache when they are multiplied
