@@ -316,7 +316,8 @@ TEMPLATES = {
     "chatml": CHATML,
     "blocks": "{% for m in messages %}\n"
     "  {% if m.role == 'system' %}\n  [{{ m.content }}]\n  {% endif %}\n{% endfor %}\nx",
-    "loop controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}"
+    "{{ m.role }}{% endfor %}",
     "special tokens": "{{ bos_token }}|{{ eos_token }}|{{ messages[0]['content'] | trim }}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
