@@ -42,6 +42,7 @@ TreePath = Annotated[tuple[Annotated[int, Field(ge=0, le=255)], ...], Field(stri
 TreePaths = Annotated[tuple[TreePath, ...], Field(strict=False, max_length=255)]
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)]
 Folder = Annotated[str, Field(min_length=1, max_length=4096)]
+MaxConcurrency = Annotated[int, Field(ge=1, le=8192)]
 
 
 class _Mapping(BaseModel):
@@ -230,6 +231,9 @@ class NgramSpeculation(_Mapping):
     """Shortest suffix that counts as a match, in tokens."""
     max_ngram: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix looked for, in tokens; longer matches win."""
+    max_concurrency: MaxConcurrency | None = None
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
+    it brings. null: always."""
 
 
 class LookaheadSpeculation(_Mapping):
@@ -256,6 +260,9 @@ class DraftModelSpeculation(_Mapping):
     """Tokens drafted per step."""
     quantization: Quantization = NoQuantization(kind="none")
     """Format of the draft's weights, activations and KV cache."""
+    max_concurrency: MaxConcurrency | None = None
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
+    it brings. null: always."""
 
 
 class MedusaSpeculation(_Mapping):
@@ -305,6 +312,9 @@ class Eagle3Speculation(_Mapping):
     """Depth of the tree; null: num_draft_tokens (a chain)."""
     quantization: HeadsFormat = "none"
     """Format of the head's weights."""
+    max_concurrency: MaxConcurrency | None = None
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
+    it brings. null: always."""
 
 
 Speculation = Annotated[

@@ -47,6 +47,13 @@ ACCEPTANCE_ON = {
 
 BACKEND_VERSIONS = {"tensorrt": parse_range(">=0.17,<=1.2.1"), "pytorch": parse_range(">=1.0,<1.5")}
 REJECTION_VERSIONS = parse_range(">=1.3")
+CONCURRENCY_VERSIONS = {
+    "ngram": parse_range(">=1.1"),
+    "draft_model": parse_range(">=1.1"),
+    "eagle3": parse_range(">=1.3"),
+}
+"""LLM API versions that stop drafting above a batch size (``max_concurrency``): two-model drafting first, the
+one-model path of EAGLE-3 with TensorRT-LLM pull request 10860."""
 MEDUSA_DEFAULT_NODES = 63
 """Paths of the default Medusa tree of TensorRT-LLM (mc_sim_7b_63)."""
 

@@ -30,6 +30,7 @@ from trtspec.recipe import (
 from trtspec.recipe_facts import (
     ACCEPTANCE_ON,
     BACKEND_VERSIONS,
+    CONCURRENCY_VERSIONS,
     EMBEDDED_ACCEPTANCE,
     EMBEDDED_SPECULATION,
     REJECTION_VERSIONS,
@@ -426,6 +427,26 @@ def _eagle_batch(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def _concurrency_limit(recipe: Recipe) -> Iterator[Finding]:
+    """Engines draft at every batch size; the LLM API can stop above one, n-gram and draft models from 1.1 on,
+    EAGLE-3 from 1.3 on.
+    """
+    s, backend = recipe.speculation, recipe.backend
+    if getattr(s, "max_concurrency", None) is None:
+        return
+    where = ("speculation", "max_concurrency")
+    if isinstance(backend, TensorrtBackend):
+        yield where, "engines draft at every batch size; lower limits.max_batch_size instead, or write null"
+    elif isinstance(backend, PytorchBackend):
+        asked, needed = _asked_versions(recipe), CONCURRENCY_VERSIONS[s.kind]
+        if asked is not None and not asked.is_empty() and not asked.within(needed):
+            yield (
+                where,
+                f"for {s.kind} it needs TensorRT-LLM {needed} and backend.version admits older ones; "
+                "write null, or narrow backend.version",
+            )
+
+
 def _overlap_two_models(recipe: Recipe) -> Iterator[Finding]:
     """Methods that draft outside the target's forward need its result before the next step is scheduled."""
     backend = recipe.backend
@@ -476,14 +497,15 @@ def _rows_draft(recipe: Recipe) -> Iterator[Finding]:
 def _rows_full_batch(recipe: Recipe) -> Iterator[Finding]:
     """With fewer rows than batch x (drafted + 1), speculation is cut exactly when the batch is full."""
     limits, rows = recipe.limits, drafted_positions(recipe.speculation) + 1
-    full = rows * limits.max_batch_size
+    drafting = getattr(recipe.speculation, "max_concurrency", None) or limits.max_batch_size
+    full = rows * min(drafting, limits.max_batch_size)
     if rows > 1 and max(rows, limits.max_batch_size) <= limits.max_num_tokens < full:
         consequence = (
             "trtllm-build raises it silently" if recipe.backend.kind == "tensorrt" else "drafts are cut short"
         )
         yield (
             ("limits", "max_num_tokens"),
-            f"found {limits.max_num_tokens}; a full batch verifies {limits.max_batch_size} x {rows} = {full} "
+            f"found {limits.max_num_tokens}; a full batch verifies {full // rows} x {rows} = {full} "
             f"rows, {consequence}; raise it to {full}",
         )
 
@@ -583,6 +605,7 @@ _TABLE = (
     _rule("speculation-tree-size", "error", "speculation", _dynamic_tree),
     _rule("speculation-eagle3-tree", "warning", "backend speculation", _eagle3_tree),
     _rule("limits-eagle-batch", "error", "backend speculation limits", _eagle_batch),
+    _rule("speculation-concurrency", "error", "backend speculation", _concurrency_limit),
     _rule("backend-overlap", "error", "backend speculation", _overlap_two_models),
     _rule("limits-seq-input", "error", "limits", _seq_input),
     _rule("limits-rows-batch", "error", "limits", _rows_batch),

@@ -479,8 +479,8 @@ def _drafter(speculation: Speculation) -> Drafter | None:
     match speculation:
         case NoSpeculation():
             return None
-        case NgramSpeculation():
-            return NgramDrafter(speculation.num_draft_tokens, speculation.min_ngram, speculation.max_ngram)
+        case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
+            return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
         case _:
             raise InputError(
                 Problem(

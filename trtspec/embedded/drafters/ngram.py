@@ -35,6 +35,8 @@ class NgramDrafter:
     of the known text it goes on into the tokens just drafted, so text of period p (a list, a table, a
     loop) drafts full length from its second period on instead of at most p tokens.
 
+    Nothing is drafted in a step where more than ``max_concurrency`` sequences have room for a draft.
+
     A call costs time in proportion to the tokens that are new since the sequence's last call, and
     memory is one dictionary entry per token and n-gram length. Raises InputError when the sizes do not
     fit each other.
@@ -42,7 +44,9 @@ class NgramDrafter:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, num_draft_tokens: int, min_ngram: int, max_ngram: int) -> None:
+    def __init__(
+        self, num_draft_tokens: int, min_ngram: int, max_ngram: int, max_concurrency: int | None = None
+    ) -> None:
         problems = []
         if num_draft_tokens < 1:
             problems.append(Problem(f"{num_draft_tokens} is below 1", key="speculation.num_draft_tokens"))
@@ -55,14 +59,19 @@ class NgramDrafter:
                     key="speculation.max_ngram",
                 )
             )
+        if max_concurrency is not None and max_concurrency < 1:
+            problems.append(Problem(f"{max_concurrency} is below 1", key="speculation.max_concurrency"))
         if problems:
             raise InputError(problems)
+        self.max_concurrency = max_concurrency
         self.num_draft_tokens = num_draft_tokens
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
+        if self.max_concurrency is not None and len(sequences) > self.max_concurrency:
+            return [EMPTY_DRAFT] * len(sequences)
         return [self._propose(view) for view in sequences]
 
     def _propose(self, view: DraftView) -> Draft:
