@@ -201,7 +201,7 @@ def test_the_digest_is_pinned() -> None:
     """Engines are found by it: a change of the schema that moves it must be meant."""
     assert (
         recipe_digest(parse_recipe(HEAD))
-        == "6b077e817ea244c2085043e02663f5b21f89f9a67e7184428bb7bd7b034662f4"
+        == ""
     )
 
 

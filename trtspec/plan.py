@@ -160,7 +160,7 @@ def plan_for(
                     {
                         "step": "quantize",
                         "source": source.digest,
-                        "quantization": recipe.quantization.model_dump(mode="json"),
+                        "quantization": recipe.quantization.model_dump(mode="json", exclude_defaults=True),
                         "calibration": calibration_digest,
                         "tools": {name: tools.get(name, "") for name in _QUANTIZING_TOOLS},
                     }
