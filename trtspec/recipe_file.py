@@ -96,8 +96,8 @@ def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 (hex) of the recipe's values: the same whatever the file's comments, key order, formatting
     and whether defaults are written out.
 
-    Defaults are left out of what is hashed, so that a key which a later trtspec adds does not disown the engines
-    sealed before it. Hence the rule for schema version 1: a default never changes.
+    Defaults are left out of what is hashed, so that a key which a later trtspec adds does not disown the
+    engines sealed before it. Hence the rule for schema version 1: a default never changes.
     """
     chosen = recipe.model_dump(mode="json", exclude_defaults=True)
     canonical = json.dumps(chosen, sort_keys=True, separators=(",", ":"))
