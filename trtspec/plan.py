@@ -20,6 +20,7 @@ from trtspec.errors import InputError, MissingError, Problem
 from trtspec.model_source import resolve_model
 from trtspec.modelspec import check_weight_files, read_modelspec
 from trtspec.recipe import EmbeddedBackend, NoQuantization, Quantization, Recipe
+from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
 from trtspec.recipe_file import load_recipe, parse_recipe
 
 ENGINES_DIR = Path("engines")
@@ -78,35 +79,19 @@ def is_quantized(quantization: Quantization) -> bool:
 
 def refuse_unsupported(recipe: Recipe, file: str | None = None) -> None:
     """Raise what keeps this version from building the recipe: MissingError for a GPU backend, InputError
-    with every key that the embedded engine does not run yet."""
+    with every key that the embedded engine does not run yet. What no version can run, the recipe's rules
+    have refused before."""
     backend = recipe.backend
     if not isinstance(backend, EmbeddedBackend):
         raise MissingError(gpu_backend_message(backend.kind))
     problems = []
-
-    def refuse(key: str, message: str) -> None:
-        problems.append(Problem(message, file=file, key=key))
-
-    if recipe.speculation.kind not in ("none", "ngram"):
-        refuse(
-            "speculation.kind",
-            f"{recipe.speculation.kind}: the embedded engine of this version drafts with ngram only; "
-            "use ngram or none",
-        )
-    if recipe.acceptance.kind == "typical":
-        refuse(
-            "acceptance.kind",
-            "typical: this version runs strict acceptance only; use exact or rejection",
-        )
-    if recipe.quantization.kind == "nvfp4" and backend.device == "cpu":
-        refuse(
-            "quantization.kind",
-            "nvfp4: needs a CUDA GPU to calibrate and to run; on a cpu use w4a16_awq, fp8 or w8a8_sq",
-        )
-    if recipe.quantization.kv_cache == "nvfp4":
-        refuse("quantization.kv_cache", "nvfp4: the embedded engine stores none, fp8 or int8; use fp8")
-    if recipe.parallel.tp * recipe.parallel.pp > 1:
-        refuse("parallel", "the embedded engine runs on one device; set tp and pp to 1")
+    for section, kind, runs in (
+        ("speculation", recipe.speculation.kind, EMBEDDED_SPECULATION),
+        ("acceptance", recipe.acceptance.kind, EMBEDDED_ACCEPTANCE),
+    ):
+        if kind not in runs:
+            message = f"{kind}: the embedded engine of this version does not run it; use {' or '.join(runs)}"
+            problems.append(Problem(message, file=file, key=f"{section}.kind"))
     if problems:
         raise InputError(problems)
 
