@@ -1,8 +1,9 @@
-"""Back-tests of the cost model against published numbers: python -m benchmarks.backtest [--data DIR] [--json FILE]
+"""Back-tests of the cost model against published numbers: python -m benchmarks.backtest [--data DIR] [--json
+FILE]
 
-Prints, for each source, the median, 90th percentile and worst error with the goal, and exits 1 where a goal is
-missed. The model's constants are those of trtspec/data; what is fitted here is fitted with the tested rows left
-out. Rows that cannot be priced are counted and named, never dropped in silence.
+Prints, for each source, the median, 90th percentile and worst error with the goal, and exits 1 where a goal
+is missed. The model's constants are those of trtspec/data; what is fitted here is fitted with the tested rows
+left out. Rows that cannot be priced are counted and named, never dropped in silence.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scores import Row, percentile, render, summary, truth
 from trtspec.cost.acceptance import Curve, curve_from_lengths, expected_tokens
 from trtspec.cost.calibrate import Measurement, RoundLaw, RoundSample, fit_rounds, leave_one_out
 from trtspec.cost.estimate import Deployment, Workload, estimate
@@ -27,9 +28,10 @@ from trtspec.hardware import Gpu, find_gpu
 from trtspec.known_models import known_models
 from trtspec.modelspec import ModelSpec
 from trtspec.recipe import (
-    EagleSpeculation,
     Eagle3Speculation,
+    EagleSpeculation,
     Fp8Quantization,
+    MedusaSpeculation,
     NgramSpeculation,
     NoQuantization,
     Nvfp4Quantization,
@@ -38,49 +40,6 @@ from trtspec.recipe import (
 )
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table. Errors are relative; ``goals`` bound (median, p90, worst), None: reported only."""
-
-    source: str
-    what: str
-    n: int
-    median: float
-    p90: float
-    worst: float
-    goals: tuple[float | None, float | None, float | None] = (None, None, None)
-    note: str = ""
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether every goal is met; None without a goal."""
-        pairs = [(v, g) for v, g in zip((self.median, self.p90, self.worst), self.goals, strict=True) if g is not None]
-        return all(v <= g * (1 + 1e-9) for v, g in pairs) if pairs else None
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the neighbours, as numpy's default."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def summary(
-    source: str, what: str, errors: Sequence[float],
-    goals: tuple[float | None, float | None, float | None] = (None, None, None), note: str = "",
-) -> Row:  # fmt: skip
-    sizes = [abs(e) for e in errors]
-    return Row(source, what, len(sizes), percentile(sizes, 0.5), percentile(sizes, 0.9), max(sizes), goals, note)
-
-
-def truth(source: str, what: str, right: Sequence[bool], note: str = "") -> Row:
-    """A yes-or-no test: the share of cases that are wrong must be zero."""
-    wrong = sum(not r for r in right) / len(right)
-    return Row(source, what, len(right), wrong, wrong, wrong, (0.0, None, None), note)
 
 
 def rows_of(data: Path, name: str) -> list[dict[str, str]]:
@@ -93,12 +52,18 @@ def rows_of(data: Path, name: str) -> list[dict[str, str]]:
 LEVIATHAN = ((0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86))
 """arXiv 2211.17192, table 1: alpha, gamma, speed with a free draft."""
 CHEN = ((7.00, 2.01), (5.73, 2.46))
-"""arXiv 2302.01318, table 1: ms per token and speedup of XSum greedy and HumanEval; plain 14.1, draft 1.8, K 4."""
+"""arXiv 2302.01318, table 1: ms per token and speedup of XSum greedy and HumanEval; plain 14.1, draft 1.8, K
+4."""
 WORKED = (
-    (3.3616, 4, 10.0, 1, 1, 2.4011), (3.3616, 4, 10.0, 2, 2, 4.8023), (3.3616, 4, 10.0, 2, 1, 3.7351),
-    (3.3616, 4, 10.0, 1, 2, 2.8013), (3.3616, 4, 10.0, 2, 1.5, 4.3847), (3.4, 5, 12.5, 1, 1, 2.4286),
-    (3.4, 5, 12.5, 2, 2, 4.8571), (3.4, 5, 12.5, 2, 1, 3.7778),
-)  # fmt: skip
+    (3.3616, 4, 10.0, 1, 1, 2.4011),
+    (3.3616, 4, 10.0, 2, 2, 4.8023),
+    (3.3616, 4, 10.0, 2, 1, 3.7351),
+    (3.3616, 4, 10.0, 1, 2, 2.8013),
+    (3.3616, 4, 10.0, 2, 1.5, 4.3847),
+    (3.4, 5, 12.5, 1, 1, 2.4286),
+    (3.4, 5, 12.5, 2, 2, 4.8571),
+    (3.4, 5, 12.5, 2, 1, 3.7778),
+)
 
 
 def closed_forms(_data: Path) -> list[Row]:
@@ -106,7 +71,10 @@ def closed_forms(_data: Path) -> list[Row]:
     worked.append(round(constant_alpha(0.8, 4), 4) == 3.3616)
     pairs = [round(constant_alpha(alpha, k), 2) == value for alpha, k, value in LEVIATHAN]
     chen = [abs(14.1 / ms / published - 1) for ms, published in CHEN]
-    length = [not physical_problems(speedup_found=x, acceptance_length=(14.1 + 4 * 1.8) / ms, num_draft=4) for ms, x in CHEN]
+    length = [
+        not physical_problems(speedup_found=x, acceptance_length=(14.1 + 4 * 1.8) / ms, num_draft=4)
+        for ms, x in CHEN
+    ]
     return [
         truth("docs/math.md", "worked values, four digits", worked),
         truth("arXiv 2211.17192 table 1", "speed at alpha, gamma; free draft", pairs),
@@ -184,9 +152,17 @@ def silicon(data: Path) -> list[Row]:
         all_all += errors
         out.append(summary(name, "TPOT, all TP, uncalibrated", errors, (0.10, None, None)))
     note = "; ".join(f"{n} rows left out: {why}" for why, n in left.items())
-    out.append(summary("silicon_steps, all groups", "TPOT, TP1, uncalibrated", one_all, (0.07, None, None), note))
-    out.append(summary("silicon_steps, all groups", "TPOT, TP1, three fitted, leave one out", loo_all, (0.02, None, None)))
-    out.append(summary("silicon_steps, all groups", "TPOT, all TP, uncalibrated", all_all, (0.10, None, None)))
+    out.append(
+        summary("silicon_steps, all groups", "TPOT, TP1, uncalibrated", one_all, (0.07, None, None), note)
+    )
+    out.append(
+        summary(
+            "silicon_steps, all groups", "TPOT, TP1, three fitted, leave one out", loo_all, (0.02, None, None)
+        )
+    )
+    out.append(
+        summary("silicon_steps, all groups", "TPOT, all TP, uncalibrated", all_all, (0.10, None, None))
+    )
     return out
 
 
@@ -208,17 +184,27 @@ def bundle_rows(data: Path) -> list[Bundle]:
         steps, draft = int(row["steps"]), "".join(row["draft"].lower().split())
         config = (steps, int(row["topk"]), int(row["num_draft_tokens"]))
         sample = RoundSample(
-            config, row["task"], int(row["batch_size"]), float(row["accept_length"]), float(row["speedup"]),
+            config,
+            row["task"],
+            int(row["batch_size"]),
+            float(row["accept_length"]),
+            float(row["speedup"]),
             float(row["baseline_tok_s"]),
-        )  # fmt: skip
-        out.append(Bundle(row["model"], (row["model"], row["task"], draft), sample, steps, bool(row["suspect"])))
+        )
+        out.append(
+            Bundle(row["model"], (row["model"], row["task"], draft), sample, steps, bool(row["suspect"]))
+        )
     return out
 
 
 def specbundle(data: Path) -> list[Row]:
     every = bundle_rows(data)
     flagged = [
-        bool(physical_problems(speedup_found=b.sample.speedup, acceptance_length=b.sample.tokens, num_draft=b.num_draft))
+        bool(
+            physical_problems(
+                speedup_found=b.sample.speedup, acceptance_length=b.sample.tokens, num_draft=b.num_draft
+            )
+        )
         for b in every
     ]
     # A model with rows that contradict physics has no equal baseline: none of its rows is fitted or judged.
@@ -228,8 +214,11 @@ def specbundle(data: Path) -> list[Row]:
     for model in sorted({b.model for b in usable}):
         mine = [b for b in usable if b.model == model]
         for task in sorted({b.sample.task for b in mine}):
-            law = fit_rounds([b.sample for b in mine if b.sample.task != task]) if len(
-                {b.sample.task for b in mine}) > 1 else None
+            law = (
+                fit_rounds([b.sample for b in mine if b.sample.task != task])
+                if len({b.sample.task for b in mine}) > 1
+                else None
+            )
             for b in mine:
                 if b.sample.task == task and law and b.sample.config in law.costs:
                     predicted[id(b)] = _predict(law, b.sample)
@@ -247,17 +236,32 @@ def specbundle(data: Path) -> list[Row]:
     mean, baseline = sum(regret) / len(regret), sum(naive) / len(naive)
     missed = sum(n > 0 for n in naive) / len(naive)
     return [
-        summary("SpecBundle", "speedup, leave one task out", list(errors.values()), (0.033, 0.14, None),
-                f"{', '.join(sorted(void))} left out: speedup over acceptance length"),
+        summary(
+            "SpecBundle",
+            "speedup, leave one task out",
+            list(errors.values()),
+            (0.033, 0.14, None),
+            f"{', '.join(sorted(void))} left out: speedup over acceptance length",
+        ),
         summary("SpecBundle", "the same, dense Llama", dense, (0.010, 0.055, None)),
-        Row("SpecBundle", "mean regret of the chosen (steps, topk)", len(regret), mean, percentile(regret, 0.9),
-            max(regret), (0.003, None, None),
-            f"highest acceptance length: mean {baseline:.2%}, wrong in {missed:.0%}"),
+        Row(
+            "SpecBundle",
+            "mean regret of the chosen (steps, topk)",
+            len(regret),
+            mean,
+            percentile(regret, 0.9),
+            max(regret),
+            (0.003, None, None),
+            f"highest acceptance length: mean {baseline:.2%}, wrong in {missed:.0%}",
+        ),
         truth("SpecBundle", "beats highest acceptance length", [mean < baseline]),
-        truth("SpecBundle", "physical checks flag exactly the suspect rows",
-              [flag == b.suspect for flag, b in zip(flagged, every, strict=True)],
-              f"{sum(flagged)} flagged, {sum(b.suspect for b in every)} marked"),
-    ]  # fmt: skip
+        truth(
+            "SpecBundle",
+            "physical checks flag exactly the suspect rows",
+            [flag == b.suspect for flag, b in zip(flagged, every, strict=True)],
+            f"{sum(flagged)} flagged, {sum(b.suspect for b in every)} marked",
+        ),
+    ]
 
 
 def _predict(law: RoundLaw, sample: RoundSample) -> float:
@@ -315,7 +319,9 @@ def formats(data: Path) -> list[Row]:
             if "INT4-AWQ" in ours and tp == "1":
                 wins.append((ours["INT4-AWQ"] > ours["BF16"]) == (rates["INT4-AWQ"] > rates["BF16"]))
     return [
-        truth("Model-Optimizer 8B, H200", "order of formats, all pairs", pairs, f"ties under {TIE:.0%} left out"),
+        truth(
+            "Model-Optimizer 8B, H200", "order of formats, all pairs", pairs, f"ties under {TIE:.0%} left out"
+        ),
         truth("Model-Optimizer 8B, H200", "W4A16 against BF16 at each batch", wins),
         summary("Model-Optimizer 8B, H200", "gain over BF16", ratios),
     ]
@@ -357,7 +363,14 @@ def eagle_batches(data: Path) -> list[Row]:
         if below:
             above = max((b for b in ratios if b < below[0]), default=1)
             ok = crossing is not None and above <= crossing <= below[0]
-            out.append(truth(name, "break-even batch", [ok], f"published between {above} and {below[0]}, here {crossing}"))
+            out.append(
+                truth(
+                    name,
+                    "break-even batch",
+                    [ok],
+                    f"published between {above} and {below[0]}, here {crossing}",
+                )
+            )
     return out
 
 
@@ -375,7 +388,8 @@ def curves(data: Path) -> list[Row]:
 
 
 def specbench(data: Path) -> list[Row]:
-    """Prompt lookup against Medusa by task: summarization and translation must come out in the published order."""
+    """Prompt lookup against Medusa by task: summarization and translation must come out in the published
+    order."""
     rows = rows_of(data, "specbench_leaderboard.csv")
     gpu = find_gpu("A100-SXM-80G")
     right, errors = [], []
@@ -385,14 +399,19 @@ def specbench(data: Path) -> list[Row]:
         if row["method"] != "PLD" or size is None:
             continue
         spec = _model(size)
-        medusa = next(r for r in rows if r["model"] == row["model"] and r["method"] == "Medusa" and r["device"] == row["device"])
+        medusa = next(
+            r
+            for r in rows
+            if r["model"] == row["model"] and r["method"] == "Medusa" and r["device"] == row["device"]
+        )
         for task in ("summarization", "translation"):
             workload = Workload(600 if task == "summarization" else 60, 256, 1, task=task)
             ngram = Deployment(spec, gpu, speculation=NgramSpeculation(kind="ngram", num_draft_tokens=10))
             e = estimate(ngram, workload)
-            from trtspec.recipe import MedusaSpeculation
-
-            m = estimate(Deployment(spec, gpu, speculation=MedusaSpeculation(kind="medusa", heads="published")), workload)
+            m = estimate(
+                Deployment(spec, gpu, speculation=MedusaSpeculation(kind="medusa", heads="published")),
+                workload,
+            )
             right.append((e.speedup > m.speedup) == (float(row[task]) > float(medusa[task])))
             errors += [e.speedup / float(row[task]) - 1, m.speedup / float(medusa[task]) - 1]
     return [
@@ -402,8 +421,14 @@ def specbench(data: Path) -> list[Row]:
 
 
 SECTIONS: tuple[Callable[[Path], list[Row]], ...] = (
-    closed_forms, silicon, specbundle, formats, eagle_batches, curves, specbench,
-)  # fmt: skip
+    closed_forms,
+    silicon,
+    specbundle,
+    formats,
+    eagle_batches,
+    curves,
+    specbench,
+)
 
 
 def run(data: Path) -> list[Row]:
@@ -415,16 +440,6 @@ def run(data: Path) -> list[Row]:
         except FileNotFoundError as error:
             print(f"skipped: {error.filename} is not there", file=sys.stderr)
     return out
-
-
-def render(rows: Sequence[Row]) -> str:
-    lines = [f"{'source':42} {'what':46} {'n':>4} {'median':>8} {'p90':>8} {'worst':>8}  goal"]
-    for r in rows:
-        goals = "/".join("-" if g is None else f"{g:.1%}" for g in r.goals) if r.ok is not None else ""
-        verdict = {None: "", True: "ok", False: "MISSED"}[r.ok]
-        line = f"{r.source:42} {r.what:46} {r.n:4} {r.median:8.2%} {r.p90:8.2%} {r.worst:8.2%}  {goals} {verdict}"
-        lines.append(line.rstrip() + (f"  [{r.note}]" if r.note else ""))
-    return "\n".join(lines)
 
 
 def main() -> int:

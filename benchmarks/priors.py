@@ -15,12 +15,19 @@ from typing import Any
 TARGET = Path(__file__).resolve().parents[1] / "trtspec" / "data" / "acceptance_priors.json"
 PAPER_TASKS = {"chat": "MT-bench", "code": "HumanEval", "math": "GSM8K", "summarization": "CNN/DM"}
 BENCH_TASKS = {
-    "chat": "mt_conv", "math": "math", "summarization": "summarization", "translation": "translation",
-    "qa": "qa", "rag": "rag",
-}  # fmt: skip
+    "chat": "mt_conv",
+    "math": "math",
+    "summarization": "summarization",
+    "translation": "translation",
+    "qa": "qa",
+    "rag": "rag",
+}
 BUNDLE_TASKS = {
-    "chat": ("mtbench",), "code": ("humaneval", "livecodebench"), "math": ("gsm8k",), "qa": ("gpqa",)
-}  # fmt: skip
+    "chat": ("mtbench",),
+    "code": ("humaneval", "livecodebench"),
+    "math": ("gsm8k",),
+    "qa": ("gpqa",),
+}
 PAPER = "arXiv 2503.01840v3, tau of Vicuna-13B at temperature 0"
 BENCH = "Spec-Bench leaderboard (A100, FP16, greedy)"
 RUN_ACCEPTANCE = 0.9
@@ -41,9 +48,11 @@ def eagle3(
             found = [
                 float(row["accept_length"])
                 for row in bundle
-                if row["task"] in names and row["topk"] == "1" and row["steps"] == str(k)
+                if row["task"] in names
+                and row["topk"] == "1"
+                and row["steps"] == str(k)
                 and "Scout" not in row["model"]
-            ]  # fmt: skip
+            ]
             lengths[str(k)] = round(median(found), 3)
         tasks[task] = {"acceptance_length": lengths}
     ratio = {"summarization": (paper["EAGLE-3", "CNN/DM"] - 1) / (paper["EAGLE-3", "MT-bench"] - 1)}
@@ -69,8 +78,9 @@ def by_paper(
         factor = median(float(row[BENCH_TASKS[task]]) / float(row["mt_conv"]) for row in found)
         value = round(1 + (paper[method, "MT-bench"] - 1) * factor, 3)
         tasks[task] = {
-            "acceptance_length": {str(depth): value}, "source": f"chat, gain scaled by {factor:.3f}: {BENCH}"
-        }  # fmt: skip
+            "acceptance_length": {str(depth): value},
+            "source": f"chat, gain scaled by {factor:.3f}: {BENCH}",
+        }
     return tasks
 
 
@@ -129,32 +139,52 @@ def main() -> None:
     methods = {
         "eagle3": {
             "source": "SpecForge SpecBundle: median over heads and models of chains of 3, 5 and 7",
-            "low": 0.7, "high": 1.2, "temperature_1_factor": 0.83, "tasks": eagle3(bundle, bench, paper),
+            "low": 0.7,
+            "high": 1.2,
+            "temperature_1_factor": 0.83,
+            "tasks": eagle3(bundle, bench, paper),
         },
         "eagle": {
-            "source": f"{PAPER}, EAGLE-2 (60 nodes)", "tree": True, "low": 0.6, "high": 1.1,
-            "temperature_1_factor": 0.89, "tasks": by_paper("EAGLE-2", "EAGLE2", 6, bench, paper),
+            "source": f"{PAPER}, EAGLE-2 (60 nodes)",
+            "tree": True,
+            "low": 0.6,
+            "high": 1.1,
+            "temperature_1_factor": 0.89,
+            "tasks": by_paper("EAGLE-2", "EAGLE2", 6, bench, paper),
         },
         "medusa": {
-            "source": f"{PAPER}, Medusa", "tree": True, "low": 0.8, "high": 1.15, "temperature_1_factor": 0.83,
+            "source": f"{PAPER}, Medusa",
+            "tree": True,
+            "low": 0.8,
+            "high": 1.15,
+            "temperature_1_factor": 0.83,
             "tasks": by_paper("Medusa", "Medusa", 4, bench, paper),
         },
         "lookahead": {
-            "source": f"{PAPER}, Lookahead", "tree": True, "low": 0.7, "high": 1.2, "temperature_1_factor": 0.68,
+            "source": f"{PAPER}, Lookahead",
+            "tree": True,
+            "low": 0.7,
+            "high": 1.2,
+            "temperature_1_factor": 0.68,
             "tasks": by_paper("Lookahead", "Lookahead", 2, bench, paper),
         },
         "ngram": {
-            "source": f"{BENCH}, prompt lookup with 10 drafted tokens", "run_acceptance": RUN_ACCEPTANCE,
-            "temperature_1_factor": 0.68, "tasks": ngram(bench, paper),
+            "source": f"{BENCH}, prompt lookup with 10 drafted tokens",
+            "run_acceptance": RUN_ACCEPTANCE,
+            "temperature_1_factor": 0.68,
+            "tasks": ngram(bench, paper),
         },
         "draft_model": {
-            "source": "alpha of published pairs", "low": 0.6, "high": 1.2, "temperature_1_factor": 0.83,
+            "source": "alpha of published pairs",
+            "low": 0.6,
+            "high": 1.2,
+            "temperature_1_factor": 0.83,
             "tasks": draft_model(),
         },
-    }  # fmt: skip
+    }
     about = (
-        "Tokens per target step by draft length (for trees: by depth), bonus token included. low and high scale "
-        "what a curve adds to 1: the spread over models and heads. temperature_1_factor scales the first "
+        "Tokens per target step by draft length (for trees: by depth), bonus token included. low and high "
+        "scale what a curve adds to 1: the spread over models and heads. temperature_1_factor scales the first "
         "position at temperature 1: (tau-1) at 1 over (tau-1) at 0 of EAGLE-3, EAGLE-2 and SpS in arXiv "
         "2503.01840v3, the nearest of them for methods that the paper lacks; draft models: alpha .62 for .75 "
         "(arXiv 2211.17192, table 2). Written by benchmarks/priors.py."

@@ -1,24 +1,26 @@
 """How many drafted tokens survive: curves by position, priors from published tables, curves from reports.
 
-A curve holds a_j, the chance that the j-th drafted token is accepted given that those before it were; of a tree,
-that some node of depth j is. One alpha from the first position overstates long drafts (docs/math.md, section 5).
+A curve holds a_j, the chance that the j-th drafted token is accepted given that those before it were; of a
+tree, that some node of depth j is. One alpha from the first position overstates long drafts (docs/math.md,
+section 5).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
+from itertools import pairwise
 from typing import Any
 
 from trtspec.errors import InputError
 
 DECAY = 0.87
-"""Beyond what was measured each a_j is this times the one before: published curves (InferenceX, K to 8) flatten
-faster than a geometric one. Fitted once to six of them, see docs/math.md."""
+"""Beyond what was measured each a_j is this times the one before: published curves (InferenceX, K to 8)
+flatten faster than a geometric one. Fitted once to six of them, see docs/math.md."""
 TASKS = ("chat", "code", "math", "qa", "rag", "summarization", "translation")
 METHODS = ("ngram", "lookahead", "draft_model", "medusa", "eagle", "eagle3")
 
@@ -64,7 +66,8 @@ def expected_tokens(curve: Curve, num_draft: int) -> float:
 
 def curve_from_lengths(lengths: Mapping[int, float], source: str, **fields: Any) -> Curve:
     """The curve behind published acceptance lengths at several draft lengths (all from 1: exact; with gaps:
-    the joint probability falls geometrically inside a gap). Values that are not monotone count as zero gain."""
+    the joint probability falls geometrically inside a gap). Values that are not monotone count as zero
+    gain."""
     joint: list[float] = []
     before_k, before = 0, 1.0
     for k in sorted(lengths):
@@ -73,7 +76,7 @@ def curve_from_lengths(lengths: Mapping[int, float], source: str, **fields: Any)
         ratio = _gap_ratio(gain / start, steps) if start > 0 else 0.0
         joint.extend(start * ratio ** (i + 1) for i in range(steps))
         before_k, before = k, max(before, lengths[k])
-    conditional = [j / i if i > 0 else 0.0 for i, j in zip([1.0, *joint], joint, strict=False)]
+    conditional = [j / i if i > 0 else 0.0 for i, j in pairwise([1.0, *joint])]
     return Curve(tuple(min(1.0, a) for a in conditional), source, **fields)
 
 
@@ -90,12 +93,13 @@ def _gap_ratio(total: float, steps: int) -> float:
 
 
 def curve_from_histogram(steps_by_tokens: Mapping[int, int], source: str) -> Curve:
-    """The curve behind a count of steps by tokens emitted (``steps_by_tokens_emitted`` of a verify report)."""
+    """The curve behind a count of steps by tokens emitted (``steps_by_tokens_emitted`` of a verify
+    report)."""
     longest = max(steps_by_tokens, default=1)
     if longest < 2:
         return Curve((0.0,), source, measured=True, low=1.0, high=1.0)
     at_least = [sum(n for t, n in steps_by_tokens.items() if t >= k) for k in range(1, longest + 1)]
-    conditional = tuple(b / a if a else 0.0 for a, b in zip(at_least, at_least[1:], strict=False))
+    conditional = tuple(b / a if a else 0.0 for a, b in pairwise(at_least))
     wide = 1.96 / math.sqrt(max(1, at_least[0]))
     return Curve(conditional, source, low=max(0.0, 1 - 2 * wide), high=1 + 2 * wide, measured=True)
 
@@ -130,9 +134,9 @@ def prior(
 ) -> Curve:
     """What published tables let one expect of ``method`` on ``task``; a measurement replaces it.
 
-    ``copy_fraction``: share of the answer's tokens that continue a run copied from the text before; only n-gram
-    drafting depends on it, None means the task's own. Sampling at temperature 1 accepts less (each method's
-    factor, interpolated below 1). Raises InputError for an unknown method or task.
+    ``copy_fraction``: share of the answer's tokens that continue a run copied from the text before; only
+    n-gram drafting depends on it, None means the task's own. Sampling at temperature 1 accepts less (each
+    method's factor, interpolated below 1). Raises InputError for an unknown method or task.
     """
     table = prior_table()
     if method not in METHODS:

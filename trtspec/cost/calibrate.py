@@ -1,7 +1,7 @@
 """Measurements instead of constants: refit the step law from step times, round costs from speedups.
 
-Both fits are small least-squares problems in the law's own terms, so a calibrated estimate has the same trace as an
-uncalibrated one, with other constants.
+Both fits are small least-squares problems in the law's own terms, so a calibrated estimate has the same trace
+as an uncalibrated one, with other constants.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class StepFit:
-    """``coefficients`` to estimate with; ``scales`` of (reads, multiplications) and the added ``intercept_ms``
-    that made them; ``errors``: relative, of the fit itself."""
+    """``coefficients`` to estimate with; ``scales`` of (reads, multiplications) and the added
+    ``intercept_ms`` that made them; ``errors``: relative, of the fit itself."""
 
     coefficients: Coefficients
     scales: tuple[float, float]
@@ -89,8 +89,8 @@ def solve_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float
 
 
 def _fit(terms: Sequence[tuple[float, float, float, float]], tpots: Sequence[float]) -> list[float]:
-    """Scale of reads, scale of multiplications, constant; relative errors are minimised. Communication keeps its
-    uncalibrated value. One point fits one scale for both, two fit the two scales."""
+    """Scale of reads, scale of multiplications, constant; relative errors are minimised. Communication keeps
+    its uncalibrated value. One point fits one scale for both, two fit the two scales."""
     known = [t - c[3] for t, c in zip(tpots, terms, strict=True)]
     if len(terms) >= 3:
         rows = [[c[0] / t, c[1] / t, 1 / t] for c, t in zip(terms, tpots, strict=True)]
@@ -106,16 +106,18 @@ def _fit(terms: Sequence[tuple[float, float, float, float]], tpots: Sequence[flo
 def fit_steps(measurements: Sequence[Measurement], start: Coefficients = DEFAULT) -> StepFit:
     """The law with the scale of its reads, the scale of its multiplications and its latency refitted.
 
-    All measurements must be of one model, GPU and parallelism. Raises InputError for none, or for times that the
-    law cannot take (reads or multiplications that come out as nothing keep their uncalibrated constants).
+    All measurements must be of one model, GPU and parallelism. Raises InputError for none, or for times that
+    the law cannot take (reads or multiplications that come out as nothing keep their uncalibrated constants).
     """
     if not measurements:
         raise InputError("calibration needs at least one measured time per output token")
     if any(not m.tpot_ms > 0 for m in measurements):
         raise InputError("a measured time per output token must be positive")
     first = measurements[0].deployment
-    if any((m.deployment.spec, m.deployment.gpu, m.deployment.tp) != (first.spec, first.gpu, first.tp)
-           for m in measurements):  # fmt: skip
+    if any(
+        (m.deployment.spec, m.deployment.gpu, m.deployment.tp) != (first.spec, first.gpu, first.tp)
+        for m in measurements
+    ):
         raise InputError("calibration takes measurements of one model on one GPU and one tp at a time")
     terms = [_terms(m, start) for m in measurements]
     tpots = [m.tpot_ms for m in measurements]
@@ -168,13 +170,15 @@ class Calibration:
 
 
 def read_calibration(path: Path, deployment: Deployment, start: Coefficients = DEFAULT) -> Calibration:
-    """``--calibrate``: a report of ``trtspec verify`` (its acceptance, which does not depend on the GPU), or step
-    times: ``{"schema": "trtspec.steps/1", "steps": [{"input_tokens", "output_tokens", "concurrency",
+    """``--calibrate``: a report of ``trtspec verify`` (its acceptance, which does not depend on the GPU), or
+    step times: ``{"schema": "trtspec.steps/1", "steps": [{"input_tokens", "output_tokens", "concurrency",
     "tpot_ms"}]}`` of ``deployment`` without drafting. Raises InputError with the key that is wrong."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a readable JSON file ({error}); give a verify report or step times") from None
+        raise InputError(
+            f"{path}: not a readable JSON file ({error}); give a verify report or step times"
+        ) from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; give a verify report or step times")
     if value.get("schema") == STEPS_SCHEMA:
@@ -185,17 +189,22 @@ def read_calibration(path: Path, deployment: Deployment, start: Coefficients = D
     return Calibration(curve, None, f"acceptance measured by {value.get('recipe_name', path.name)}")
 
 
-def _from_steps(path: Path, value: Mapping[str, Any], deployment: Deployment, start: Coefficients) -> Calibration:
+def _from_steps(
+    path: Path, value: Mapping[str, Any], deployment: Deployment, start: Coefficients
+) -> Calibration:
     names = ("input_tokens", "output_tokens", "concurrency", "tpot_ms")
     measurements, steps = [], value.get("steps")
     if not isinstance(steps, list) or not steps:
         raise InputError(f"{path}: steps: a non-empty list of {', '.join(names)} is needed")
     for i, step in enumerate(steps):
         wrong = [
-            name for name in names
-            if not isinstance(step, dict) or isinstance(step.get(name), bool)
-            or not isinstance(step.get(name), (int, float)) or not step[name] > 0
-        ]  # fmt: skip
+            name
+            for name in names
+            if not isinstance(step, dict)
+            or isinstance(step.get(name), bool)
+            or not isinstance(step.get(name), (int, float))
+            or not step[name] > 0
+        ]
         if wrong:
             raise InputError(f"{path}: steps[{i}]: {', '.join(wrong)} must be positive numbers")
         workload = Workload(int(step["input_tokens"]), int(step["output_tokens"]), int(step["concurrency"]))
@@ -210,8 +219,8 @@ def _from_steps(path: Path, value: Mapping[str, Any], deployment: Deployment, st
 
 @dataclass(frozen=True)
 class RoundSample:
-    """One measured run with drafting: ``config`` names the draft length and tree, ``tokens`` is its acceptance
-    length, ``baseline_per_s`` the tokens/s without drafting on the same task."""
+    """One measured run with drafting: ``config`` names the draft length and tree, ``tokens`` is its
+    acceptance length, ``baseline_per_s`` the tokens/s without drafting on the same task."""
 
     config: Hashable
     task: str
@@ -227,7 +236,8 @@ class RoundSample:
 
 
 UNSHARED = 0.10
-"""Share of a plain token's time that drafting leaves alone in a full batch (prefills, the tail of the batch)."""
+"""Share of a plain token's time that drafting leaves alone in a full batch (prefills, the tail of the
+batch)."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +269,8 @@ def _costs(samples: Sequence[RoundSample], kappa: float, fastest: float) -> dict
 
 
 def fit_rounds(samples: Sequence[RoundSample]) -> RoundLaw:
-    """The law of one model's runs. kappa, in steps of a quarter, is the one that predicts each task best from the
-    others (mean relative error; a larger kappa must earn .01 per unit); each cost is a median."""
+    """The law of one model's runs. kappa, in steps of a quarter, is the one that predicts each task best from
+    the others (mean relative error; a larger kappa must earn .01 per unit); each cost is a median."""
     fastest = max(s.baseline_per_s for s in samples)
     tasks = {s.task for s in samples}
 

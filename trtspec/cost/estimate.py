@@ -20,6 +20,10 @@ from trtspec.hardware import Gpu
 from trtspec.modelspec import ModelSpec
 from trtspec.recipe import ExactAcceptance, NoQuantization, NoSpeculation
 
+_NO_QUANTIZATION = NoQuantization(kind="none")
+_NO_SPECULATION = NoSpeculation(kind="none")
+_EXACT = ExactAcceptance(kind="exact")
+
 MEDUSA_HEADS = 4
 MEDUSA_NODES = 63
 """Of the default tree of Medusa's repository for four heads."""
@@ -40,16 +44,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is run on what. ``quantization``, ``speculation``, ``acceptance`` are a recipe's. ``acceptance_curve``
-    replaces the prior; ``draft_spec`` is needed for a draft model. ``max_num_tokens``: rows of one forward."""
+    """What is run on what. ``quantization``, ``speculation``, ``acceptance`` are a recipe's.
+    ``acceptance_curve`` replaces the prior; ``draft_spec`` is needed for a draft model. ``max_num_tokens``:
+    rows of one forward."""
 
     spec: ModelSpec
     gpu: Gpu
     tp: int = 1
     pp: int = 1
-    quantization: Any = NoQuantization(kind="none")
-    speculation: Any = NoSpeculation(kind="none")
-    acceptance: Any = ExactAcceptance(kind="exact")
+    quantization: Any = _NO_QUANTIZATION
+    speculation: Any = _NO_SPECULATION
+    acceptance: Any = _EXACT
     draft_spec: ModelSpec | None = None
     acceptance_curve: Curve | None = None
     backend: Literal["tensorrt", "pytorch", "embedded"] = "tensorrt"
@@ -142,38 +147,73 @@ class _Round:
 
 
 def _round(
-    ledger: Ledger, deployment: Deployment, coef: Coefficients, target: Network, drafting: _Drafting | None,
-    sequences: float, context: float,
-) -> _Round:  # fmt: skip
+    ledger: Ledger,
+    deployment: Deployment,
+    coef: Coefficients,
+    target: Network,
+    drafting: _Drafting | None,
+    sequences: float,
+    context: float,
+) -> _Round:
     """One round of ``sequences`` sequences: drafting, verification, the host's work; without drafting a plain
     step."""
     d = deployment
     nodes = drafting.nodes if drafting else 0
     verify = decode_step(
-        ledger.under("verify." if drafting else "plain."), target, d.gpu, coef, tp=d.tp, pp=d.pp,
-        sequences=sequences, rows=sequences * (nodes + 1), context=context,
-    )  # fmt: skip
+        ledger.under("verify." if drafting else "plain."),
+        target,
+        d.gpu,
+        coef,
+        tp=d.tp,
+        pp=d.pp,
+        sequences=sequences,
+        rows=sequences * (nodes + 1),
+        context=context,
+    )
     if drafting is None:
         return _Round(verify.total_ms, 0.0, verify)
     if drafting.net is None:
         draft_ms = ledger.compute(
-            "draft_ms", "ms", "share*verify", "n-grams are looked up on the host (lookahead: in the same step)",
-            share=coef.ngram_share, verify=verify.total_ms,
-        )  # fmt: skip
+            "draft_ms",
+            "ms",
+            "share*verify",
+            "n-grams are looked up on the host (lookahead: in the same step)",
+            share=coef.ngram_share,
+            verify=verify.total_ms,
+        )
     else:
         one = decode_step(
-            ledger.under("draft."), drafting.net, d.gpu, coef, tp=d.tp, sequences=sequences,
-            rows=sequences * drafting.width, context=context,
-        )  # fmt: skip
+            ledger.under("draft."),
+            drafting.net,
+            d.gpu,
+            coef,
+            tp=d.tp,
+            sequences=sequences,
+            rows=sequences * drafting.width,
+            context=context,
+        )
         draft_ms = ledger.compute(
-            "draft_ms", "ms", "steps*(copies*step + draft_step_ms)", "draft forwards, sampling between them",
-            steps=drafting.steps, copies=drafting.copies, step=one.total_ms, draft_step_ms=coef.draft_step_ms,
-        )  # fmt: skip
+            "draft_ms",
+            "ms",
+            "steps*(copies*step + draft_step_ms)",
+            "draft forwards, sampling between them",
+            steps=drafting.steps,
+            copies=drafting.copies,
+            step=one.total_ms,
+            draft_step_ms=coef.draft_step_ms,
+        )
     total = ledger.compute(
-        "round_ms", "ms", "verify + draft + round_ms + sequences*round_sequence_ms",
-        "verification, drafting and the host's work of a round", verify=verify.total_ms, draft=draft_ms,
-        round_ms=coef.round_ms, sequences=sequences, round_sequence_ms=coef.round_sequence_ms,
-    )  # fmt: skip
+        "round_ms",
+        "ms",
+        "verify + draft + round_ms + min(sequences, most)*round_sequence_ms",
+        "verification, drafting and the host's work of a round",
+        verify=verify.total_ms,
+        draft=draft_ms,
+        round_ms=coef.round_ms,
+        sequences=sequences,
+        round_sequence_ms=coef.round_sequence_ms,
+        most=coef.round_sequences,
+    )
     return _Round(total, draft_ms, verify)
 
 
@@ -182,10 +222,12 @@ def _acceptance(ledger: Ledger, curve: Curve, depth: int) -> float:
     a = extrapolate(curve, depth).conditional
     terms = ["*".join(f"a{i + 1}" for i in range(j + 1)) for j in range(depth)]
     return ledger.compute(
-        "acceptance_length", "tokens/step", " + ".join(["1", *terms]),
+        "acceptance_length",
+        "tokens/step",
+        " + ".join(["1", *terms]),
         f"E[N] of docs/math.md, section 5; a: {curve.source}",
         **{f"a{i + 1}": value for i, value in enumerate(a)},
-    )  # fmt: skip
+    )
 
 
 def _admitted(deployment: Deployment, workload: Workload, memory: Memory) -> int:
@@ -196,8 +238,8 @@ def _admitted(deployment: Deployment, workload: Workload, memory: Memory) -> int
 def estimate(deployment: Deployment, workload: Workload, coefficients: Coefficients = DEFAULT) -> Estimate:
     """Price ``deployment`` under ``workload``.
 
-    Raises InputError for what cannot be priced: a format without a known rate on this GPU, a draft model without
-    its config, an unknown task, drafting over pipeline stages.
+    Raises InputError for what cannot be priced: a format without a known rate on this GPU, a draft model
+    without its config, an unknown task, drafting over pipeline stages.
     """
     d, w, coef = deployment, workload, coefficients
     if min(w.input_tokens, w.output_tokens, w.concurrency, d.tp, d.pp) < 1:
@@ -211,20 +253,32 @@ def estimate(deployment: Deployment, workload: Workload, coefficients: Coefficie
     nodes = drafting.nodes if drafting else 0
     length = w.input_tokens + w.output_tokens + nodes
     memory = plan_memory(
-        ledger.under("memory."), d.spec, d.gpu, target, drafting.net if drafting else None,
-        draft_copies=drafting.copies if drafting else 1, tp=d.tp,
+        ledger.under("memory."),
+        d.spec,
+        d.gpu,
+        target,
+        drafting.net if drafting else None,
+        draft_copies=drafting.copies if drafting else 1,
+        tp=d.tp,
         rows=max(min(d.max_num_tokens, w.input_tokens * w.concurrency), w.concurrency * (nodes + 1)),
-        logit_rows=w.concurrency * (nodes + 1), tokens_per_sequence=length, sequences=w.concurrency,
-    )  # fmt: skip
+        logit_rows=w.concurrency * (nodes + 1),
+        tokens_per_sequence=length,
+        sequences=w.concurrency,
+    )
     admitted = _admitted(d, w, memory)
     if admitted < w.concurrency:
         assumptions.append(
-            f"{admitted} of {w.concurrency} requests run together (KV budget or max_batch_size); the rest queue"
+            f"{admitted} of {w.concurrency} requests run together (KV budget or max_batch_size); "
+            "the rest queue"
         )
     context = ledger.compute(
-        "context", "tokens", "input + output/2", "the mean over a request's life", input=w.input_tokens,
+        "context",
+        "tokens",
+        "input + output/2",
+        "the mean over a request's life",
+        input=w.input_tokens,
         output=w.output_tokens,
-    )  # fmt: skip
+    )
     prompt = prefill(ledger.under("prefill."), target, d.gpu, coef, tp=d.tp, pp=d.pp, tokens=w.input_tokens)
     draft_prompt = 0.0
     if drafting and drafting.method == "draft_model" and drafting.net:
@@ -232,39 +286,69 @@ def estimate(deployment: Deployment, workload: Workload, coefficients: Coefficie
             ledger.under("draft_prefill."), drafting.net, d.gpu, coef, tp=d.tp, tokens=w.input_tokens
         ).added_ms
     others = ledger.compute(
-        "interference_ms", "ms", "(admitted - 1)*(prefill + draft_prefill)/output",
+        "interference_ms",
+        "ms",
+        "(admitted - 1)*(prefill + draft_prefill)/output",
         "in-flight batching: while one request decodes, each of the others is prefilled once",
-        admitted=admitted, prefill=prompt.added_ms, draft_prefill=draft_prompt, output=w.output_tokens,
-    )  # fmt: skip
+        admitted=admitted,
+        prefill=prompt.added_ms,
+        draft_prefill=draft_prompt,
+        output=w.output_tokens,
+    )
     plain = _round(ledger, d, coef, target, None, admitted, context)
     one = _round(ledger, d, coef, target, drafting, admitted, context) if drafting else plain
     tokens = _acceptance(ledger, curve, drafting.depth) if drafting and curve else 1.0
     plain_tpot = ledger.compute(
-        "plain_tpot_ms", "ms", "step + interference", "without drafting", step=plain.total_ms,
+        "plain_tpot_ms",
+        "ms",
+        "step + interference",
+        "without drafting",
+        step=plain.total_ms,
         interference=others,
-    )  # fmt: skip
+    )
     tpot = ledger.compute(
-        "tpot_ms", "ms", "round/acceptance_length + interference",
+        "tpot_ms",
+        "ms",
+        "round/acceptance_length + interference",
         "a round yields acceptance_length tokens; drafting does not shorten the prefills of others",
-        round=one.total_ms, acceptance_length=tokens, interference=others,
-    )  # fmt: skip
+        round=one.total_ms,
+        acceptance_length=tokens,
+        interference=others,
+    )
     gain = ledger.compute("speedup", "x", "plain/tpot", "", plain=plain_tpot, tpot=tpot)
     queue = ledger.compute(
-        "queue_ms", "ms", "(concurrency/admitted - 1)*(prefill + output*tpot)",
-        "requests beyond the admitted wait for a place", concurrency=w.concurrency, admitted=admitted,
-        prefill=prompt.alone_ms, output=w.output_tokens, tpot=tpot,
-    )  # fmt: skip
-    ttft = ledger.compute(
-        "ttft_ms", "ms", "prefill + draft_prefill + busy*step/2 + queue",
-        "prefill, half a step of those already running, queue; bursts of simultaneous arrivals are not in it",
-        prefill=prompt.alone_ms, draft_prefill=draft_prompt, busy=float(admitted > 1), step=one.total_ms,
-        queue=queue,
-    )  # fmt: skip
-    rate = ledger.compute(
-        "tokens_per_s", "tokens/s", "1e3*admitted*output/(ttft - queue + (output - 1)*tpot)",
-        "output tokens of all requests", admitted=admitted, output=w.output_tokens, ttft=ttft, queue=queue,
+        "queue_ms",
+        "ms",
+        "(concurrency/admitted - 1)*(prefill + output*tpot)",
+        "requests beyond the admitted wait for a place",
+        concurrency=w.concurrency,
+        admitted=admitted,
+        prefill=prompt.alone_ms,
+        output=w.output_tokens,
         tpot=tpot,
-    )  # fmt: skip
+    )
+    ttft = ledger.compute(
+        "ttft_ms",
+        "ms",
+        "prefill + draft_prefill + busy*step/2 + queue",
+        "prefill, half a step of those already running, queue; bursts of simultaneous arrivals are not in it",
+        prefill=prompt.alone_ms,
+        draft_prefill=draft_prompt,
+        busy=float(admitted > 1),
+        step=one.total_ms,
+        queue=queue,
+    )
+    rate = ledger.compute(
+        "tokens_per_s",
+        "tokens/s",
+        "1e3*admitted*output/(ttft - queue + (output - 1)*tpot)",
+        "output tokens of all requests",
+        admitted=admitted,
+        output=w.output_tokens,
+        ttft=ttft,
+        queue=queue,
+        tpot=tpot,
+    )
     limit = None
     if drafting and curve:
         per_round = expected_tokens(curve, drafting.depth)
@@ -321,9 +405,15 @@ def _curve(d: Deployment, w: Workload, drafting: _Drafting | None) -> tuple[Curv
 
 
 def _interval(
-    ledger: Ledger, d: Deployment, coef: Coefficients, curve: Curve | None, drafting: _Drafting | None,
-    tokens: float, tpot: float, others: float,
-) -> tuple[float, float]:  # fmt: skip
+    ledger: Ledger,
+    d: Deployment,
+    coef: Coefficients,
+    curve: Curve | None,
+    drafting: _Drafting | None,
+    tokens: float,
+    tpot: float,
+    others: float,
+) -> tuple[float, float]:
     """Step-time spread and acceptance spread, added in squares."""
     spread = coef.spread if d.gpu.sm in BACKTESTED_SM else max(coef.spread, coef.spread_other)
     fewer = more = 0.0
@@ -333,19 +423,29 @@ def _interval(
         least = 1 + (tokens - 1) * curve.low
         fewer, more = share * (tokens / least - 1), share * (1 - tokens / most)
     low = ledger.compute(
-        "tpot_low_ms", "ms", "tpot*max(0, 1 - sqrt(spread**2 + acceptance**2))",
-        "spread of the back-test and of the acceptance", tpot=tpot, spread=spread, acceptance=more,
-    )  # fmt: skip
+        "tpot_low_ms",
+        "ms",
+        "tpot*max(0, 1 - sqrt(spread**2 + acceptance**2))",
+        "spread of the back-test and of the acceptance",
+        tpot=tpot,
+        spread=spread,
+        acceptance=more,
+    )
     high = ledger.compute(
-        "tpot_high_ms", "ms", "tpot*(1 + sqrt(spread**2 + acceptance**2))",
-        "spread of the back-test and of the acceptance", tpot=tpot, spread=spread, acceptance=fewer,
-    )  # fmt: skip
+        "tpot_high_ms",
+        "ms",
+        "tpot*(1 + sqrt(spread**2 + acceptance**2))",
+        "spread of the back-test and of the acceptance",
+        tpot=tpot,
+        spread=spread,
+        acceptance=fewer,
+    )
     return low, high
 
 
 def round_cost(deployment: Deployment, workload: Workload, coefficients: Coefficients = DEFAULT) -> Any:
-    """A function of the draft length K (nodes, for trees): the time of a round with it, in ms; of 0 a plain step.
-    What :func:`trtspec.cost.speculation.best_chain_length` and ``best_tree_size`` ask for."""
+    """A function of the draft length K (nodes, for trees): the time of a round with it, in ms; of 0 a plain
+    step. What :func:`trtspec.cost.speculation.best_chain_length` and ``best_tree_size`` ask for."""
     d = deployment
     ledger = Ledger()
     target = network(ledger, d.spec, d.quantization, d.tp, d.pp)
@@ -357,7 +457,7 @@ def round_cost(deployment: Deployment, workload: Workload, coefficients: Coeffic
             return _round(Ledger(), d, coefficients, target, None, workload.concurrency, context).total_ms
         chain = drafting.depth == drafting.nodes
         sized = replace(drafting, nodes=k, depth=k if chain else drafting.depth)
-        if chain and drafting.steps > 1 or drafting.method in ("draft_model", "eagle3") and chain:
+        if (chain and drafting.steps > 1) or (drafting.method in ("draft_model", "eagle3") and chain):
             sized = replace(sized, steps=k)
         return _round(Ledger(), d, coefficients, target, sized, workload.concurrency, context).total_ms
 

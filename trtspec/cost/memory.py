@@ -1,7 +1,7 @@
 """What must fit on one GPU: weights with their scales, KV cache, draft, activations, runtime.
 
-All sizes are bytes on one GPU of ``tp x pp``. A checkpoint that is already quantized counts in the format it is
-stored in when the recipe quantizes nothing.
+All sizes are bytes on one GPU of ``tp x pp``. A checkpoint that is already quantized counts in the format it
+is stored in when the recipe quantizes nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ SCALE_BITS = {"none": 0.0, "fp8": 0.0, "w8a8_sq": 0.0, "nvfp4": 8 / 16}
 """Bits of scale per weight; the 4-bit integer formats add 16 bits per group. NVFP4: 8 bits per 16 weights."""
 KV_BYTES = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}
 RATE_OF = {
-    "none": "bf16", "fp8": "fp8", "w4a16_awq": "bf16", "w4a8_awq": "fp8", "w8a8_sq": "int8", "nvfp4": "fp4",
-}  # fmt: skip
+    "none": "bf16",
+    "fp8": "fp8",
+    "w4a16_awq": "bf16",
+    "w4a8_awq": "fp8",
+    "w8a8_sq": "int8",
+    "nvfp4": "fp4",
+}
 """Which unit multiplies: weight-only formats convert to 16 bit (or FP8) first."""
 _STORED = {
-    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "W4A16_AWQ": "w4a16_awq", "W4A8_AWQ": "w4a8_awq",
-    "W8A8_SQ_PER_CHANNEL": "w8a8_sq", "W8A16": "w8a8_sq",
-}  # fmt: skip
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+    "W4A16_AWQ": "w4a16_awq",
+    "W4A8_AWQ": "w4a8_awq",
+    "W8A8_SQ_PER_CHANNEL": "w8a8_sq",
+    "W8A16": "w8a8_sq",
+}
 DRAFT_VOCAB = 32_000
-"""Output tokens of an EAGLE-3 head, which drafts from the frequent part of the vocabulary (SpecForge's default)."""
+"""Output tokens of an EAGLE-3 head, which drafts from the frequent part of the vocabulary (SpecForge's
+default)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,8 @@ class Network:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. ``kv_bytes`` is what the admitted sequences need at full length, ``max_sequences`` how
-    many full-length sequences the KV budget holds."""
+    """Bytes on one GPU. ``kv_bytes`` is what the admitted sequences need at full length, ``max_sequences``
+    how many full-length sequences the KV budget holds."""
 
     weights_bytes: float
     draft_weights_bytes: float
@@ -120,41 +130,76 @@ def network(ledger: Ledger, spec: ModelSpec, quantization: Any, tp: int, pp: int
     excluded = tuple(getattr(quantization, "exclude", ()))
     kept = _kept_in_16_bit(spec, excluded) if excluded and kind != "none" else 0.0
     layer_params = ledger.compute(
-        "layer_params", "weights", "layers*(hidden*(q + 2*kv) + q*hidden + 3*hidden*inner)",
-        "linear weights of config.json", layers=spec.num_layers, hidden=spec.hidden_size, q=q, kv=kv,
-        inner=spec.intermediate_size,
-    )  # fmt: skip
-    head_params = ledger.compute(
-        "head_params", "weights", "vocab*hidden", "output projection", vocab=spec.vocab_size,
+        "layer_params",
+        "weights",
+        "layers*(hidden*(q + 2*kv) + q*hidden + 3*hidden*inner)",
+        "linear weights of config.json",
+        layers=spec.num_layers,
         hidden=spec.hidden_size,
-    )  # fmt: skip
+        q=q,
+        kv=kv,
+        inner=spec.intermediate_size,
+    )
+    head_params = ledger.compute(
+        "head_params",
+        "weights",
+        "vocab*hidden",
+        "output projection",
+        vocab=spec.vocab_size,
+        hidden=spec.hidden_size,
+    )
     head_bits = bits if getattr(quantization, "lm_head", False) else 16
     read = ledger.compute(
-        "weight_bytes", "bytes",
+        "weight_bytes",
+        "bytes",
         "((layer_params - kept)*bits/8 + kept*2)/(tp*pp) + head_params*head_bits/8/tp",
-        "stored format with its scales; one GPU", layer_params=layer_params, kept=kept, bits=bits,
-        head_params=head_params, head_bits=head_bits, tp=tp, pp=pp,
-    )  # fmt: skip
+        "stored format with its scales; one GPU",
+        layer_params=layer_params,
+        kept=kept,
+        bits=bits,
+        head_params=head_params,
+        head_bits=head_bits,
+        tp=tp,
+        pp=pp,
+    )
     stored = ledger.compute(
-        "stored_bytes", "bytes", "weight_bytes + embedding_params*2",
-        "the input embedding stays in 16 bit and is copied to every GPU", weight_bytes=read,
+        "stored_bytes",
+        "bytes",
+        "weight_bytes + embedding_params*2",
+        "the input embedding stays in 16 bit and is copied to every GPU",
+        weight_bytes=read,
         embedding_params=0.0 if spec.tie_embeddings and tp == 1 else head_params,
-    )  # fmt: skip
+    )
     kv_kind = kv_format(spec, quantization)
     kv_bytes = ledger.compute(
-        "kv_bytes_per_token", "bytes", "2*layers/pp*max(1, kv_heads/tp)*head_dim*kv_bytes",
-        "K and V of every layer; one GPU", layers=spec.num_layers, pp=pp, kv_heads=spec.num_kv_heads, tp=tp,
-        head_dim=spec.head_dim, kv_bytes=KV_BYTES[kv_kind],
-    )  # fmt: skip
+        "kv_bytes_per_token",
+        "bytes",
+        "2*layers/pp*max(1, kv_heads/tp)*head_dim*kv_bytes",
+        "K and V of every layer; one GPU",
+        layers=spec.num_layers,
+        pp=pp,
+        kv_heads=spec.num_kv_heads,
+        tp=tp,
+        head_dim=spec.head_dim,
+        kv_bytes=KV_BYTES[kv_kind],
+    )
     return Network(
-        kind, spec.num_layers, spec.hidden_size, q, layer_params, layer_params + head_params, read, stored, kv_bytes
-    )  # fmt: skip
+        kind,
+        spec.num_layers,
+        spec.hidden_size,
+        q,
+        layer_params,
+        layer_params + head_params,
+        read,
+        stored,
+        kv_bytes,
+    )
 
 
 def head_network(ledger: Ledger, spec: ModelSpec, kind: str, head_format: str, tp: int) -> Network | None:
-    """The draft head of ``medusa``, ``eagle`` or ``eagle3`` for this target; ``params`` are those of one draft
-    step (Medusa: of one head). EAGLE: one decoder layer over twice the hidden size and the target's output
-    projection; EAGLE-3: the same with its own output projection over :data:`DRAFT_VOCAB` tokens."""
+    """The draft head of ``medusa``, ``eagle`` or ``eagle3`` for this target; ``params`` are those of one
+    draft step (Medusa: of one head). EAGLE: one decoder layer over twice the hidden size and the target's
+    output projection; EAGLE-3: the same with its own output projection over :data:`DRAFT_VOCAB` tokens."""
     hidden, q, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     size = 1 if head_format == "fp8" else 2
     vocab = float(min(spec.vocab_size, DRAFT_VOCAB) if kind == "eagle3" else spec.vocab_size)
@@ -178,8 +223,16 @@ def head_network(ledger: Ledger, spec: ModelSpec, kind: str, head_format: str, t
         vocab * hidden * size / tp if kind == "eagle" else 0.0
     )  # the target's projection is not stored twice
     return Network(
-        "fp8" if head_format == "fp8" else "none", layers, hidden, q, params, params, read, read - shared, kv_bytes
-    )  # fmt: skip
+        "fp8" if head_format == "fp8" else "none",
+        layers,
+        hidden,
+        q,
+        params,
+        params,
+        read,
+        read - shared,
+        kv_bytes,
+    )
 
 
 def plan_memory(
@@ -204,35 +257,61 @@ def plan_memory(
     if tokens_per_sequence < 1 or sequences < 1:
         raise InputError("a workload needs at least one token and one sequence")
     activations = ledger.compute(
-        "activations_bytes", "bytes", "rows*(6*hidden + 2*inner/tp)*2 + logit_rows*vocab*4/tp",
+        "activations_bytes",
+        "bytes",
+        "rows*(6*hidden + 2*inner/tp)*2 + logit_rows*vocab*4/tp",
         "residual, norm, QKV and attention output in 16 bit, gate and up of the MLP, logits in 32 bit",
-        rows=rows, hidden=spec.hidden_size, inner=spec.intermediate_size, logit_rows=logit_rows,
-        vocab=spec.vocab_size, tp=tp,
-    )  # fmt: skip
+        rows=rows,
+        hidden=spec.hidden_size,
+        inner=spec.intermediate_size,
+        logit_rows=logit_rows,
+        vocab=spec.vocab_size,
+        tp=tp,
+    )
     reserve = ledger.compute(
-        "reserve_bytes", "bytes", "min(3.5e9, 0.5e9 + 0.035*memory)",
-        "CUDA context, workspaces and NCCL buffers: 3.5 GB on an 80 GiB board (AIConfigurator's other memory); "
-        "smaller boards in proportion (assumption)", memory=gpu.memory_bytes,
-    )  # fmt: skip
+        "reserve_bytes",
+        "bytes",
+        "min(3.5e9, 0.5e9 + 0.035*memory)",
+        "CUDA context, workspaces and NCCL buffers: 3.5 GB on an 80 GiB board (AIConfigurator's other "
+        "memory); smaller boards in proportion (assumption)",
+        memory=gpu.memory_bytes,
+    )
     draft_bytes = ledger.compute(
-        "draft_weights_bytes", "bytes", "copies*stored", "", copies=draft_copies,
+        "draft_weights_bytes",
+        "bytes",
+        "copies*stored",
+        "",
+        copies=draft_copies,
         stored=draft.stored_bytes if draft else 0.0,
-    )  # fmt: skip
+    )
     per_token = ledger.compute(
-        "kv_bytes_per_token_all", "bytes", "target + draft", "target and draft KV of one token",
-        target=target.kv_bytes, draft=draft.kv_bytes if draft else 0.0,
-    )  # fmt: skip
+        "kv_bytes_per_token_all",
+        "bytes",
+        "target + draft",
+        "target and draft KV of one token",
+        target=target.kv_bytes,
+        draft=draft.kv_bytes if draft else 0.0,
+    )
     budget = ledger.compute(
-        "kv_budget_bytes", "bytes", "0.9*max(0, memory - weights - draft - activations - reserve)",
+        "kv_budget_bytes",
+        "bytes",
+        "0.9*max(0, memory - weights - draft - activations - reserve)",
         "TensorRT-LLM gives 0.9 of the free memory to the KV cache (free_gpu_memory_fraction)",
-        memory=gpu.memory_bytes, weights=target.stored_bytes, draft=draft_bytes, activations=activations,
+        memory=gpu.memory_bytes,
+        weights=target.stored_bytes,
+        draft=draft_bytes,
+        activations=activations,
         reserve=reserve,
-    )  # fmt: skip
+    )
     held = ledger.compute(
-        "max_sequences", "sequences", "floor(kv_budget_bytes/(tokens*per_token))",
-        "admission without eviction: a sequence is admitted when its full length fits", kv_budget_bytes=budget,
-        tokens=tokens_per_sequence, per_token=per_token,
-    )  # fmt: skip
+        "max_sequences",
+        "sequences",
+        "floor(kv_budget_bytes/(tokens*per_token))",
+        "admission without eviction: a sequence is admitted when its full length fits",
+        kv_budget_bytes=budget,
+        tokens=tokens_per_sequence,
+        per_token=per_token,
+    )
     used = min(sequences, int(held)) * tokens_per_sequence * per_token
     return Memory(
         weights_bytes=target.stored_bytes,
@@ -249,6 +328,17 @@ def plan_memory(
 
 
 __all__ = [
-    "KV_BYTES", "RATE_OF", "WEIGHT_BITS", "Memory", "Network", "NoQuantization", "head_network",
-    "kv_bytes_per_token", "kv_format", "network", "plan_memory", "weight_bytes", "weight_format",
-]  # fmt: skip
+    "KV_BYTES",
+    "RATE_OF",
+    "WEIGHT_BITS",
+    "Memory",
+    "Network",
+    "NoQuantization",
+    "head_network",
+    "kv_bytes_per_token",
+    "kv_format",
+    "network",
+    "plan_memory",
+    "weight_bytes",
+    "weight_format",
+]

@@ -1,10 +1,11 @@
-"""What follows from acceptance and step costs: speedup, the best chain, the best tree, the break-even batch."""
+"""What follows from acceptance and step costs: speedup, the best chain, the best tree, the break-even
+batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from trtspec.cost.acceptance import Curve, expected_tokens
 from trtspec.errors import InputError
@@ -53,9 +54,9 @@ class Tree:
 
 
 def best_tree(ranks: Sequence[float], num_nodes: int, max_depth: int) -> Tree:
-    """The tree of ``num_nodes`` drafted nodes, at most ``max_depth`` deep, that yields the most tokens per step
-    when the i-th likeliest child of an accepted node is accepted with probability ``ranks[i]``, wherever the
-    node is (Sequoia, arXiv 2402.12374, section 3: dynamic programming over the number of nodes).
+    """The tree of ``num_nodes`` drafted nodes, at most ``max_depth`` deep, that yields the most tokens per
+    step when the i-th likeliest child of an accepted node is accepted with probability ``ranks[i]``, wherever
+    the node is (Sequoia, arXiv 2402.12374, section 3: dynamic programming over the number of nodes).
 
     The best tree under that law is the set of the ``num_nodes`` largest path products that holds their
     ancestors; the dynamic program over (nodes, depth) finds it exactly. Raises InputError for ranks that are
@@ -65,7 +66,7 @@ def best_tree(ranks: Sequence[float], num_nodes: int, max_depth: int) -> Tree:
         raise InputError(f"rank probabilities must lie in 0 .. 1 and sum to at most 1, found {list(ranks)}")
     ordered = tuple(ranks)
 
-    @lru_cache(maxsize=None)
+    @cache
     def forest(nodes: int, rank: int, depth: int) -> tuple[float, int]:
         """(most expected tokens below a node, size of the rank-th child's subtree) with ``nodes`` to spend on
         children of rank >= ``rank``."""
@@ -110,9 +111,9 @@ def best_tree_size(
 
 
 def break_even_batch(speedup_at: Callable[[int], float], largest: int = 512) -> int | None:
-    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``. 1 where
-    speculation does not pay even alone. Doubling finds the bracket, bisection the batch: speedups that rise
-    again inside a bracket are not looked for."""
+    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``. 1
+    where speculation does not pay even alone. Doubling finds the bracket, bisection the batch: speedups that
+    rise again inside a bracket are not looked for."""
     if speedup_at(1) < 1.0:
         return 1
     low, high = 1, 2
@@ -136,8 +137,8 @@ def physical_problems(
 ) -> list[str]:
     """What is impossible about a published or measured result; empty where nothing is.
 
-    A step with drafts is no cheaper than one without, so against an equal baseline the speedup cannot exceed the
-    acceptance length; and a step emits at most ``num_draft`` + 1 tokens.
+    A step with drafts is no cheaper than one without, so against an equal baseline the speedup cannot exceed
+    the acceptance length; and a step emits at most ``num_draft`` + 1 tokens.
     """
     problems = []
     if speedup_found > acceptance_length * (1 + tolerance):

@@ -7,7 +7,7 @@ sequences, multiplies its rows, pays a latency per layer, and exchanges activati
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from typing import Any, Literal
@@ -42,6 +42,7 @@ class Coefficients:
     draft_step_ms: float
     round_ms: float
     round_sequence_ms: float
+    round_sequences: float
     ngram_share: float
     spread: float
     spread_other: float
@@ -58,9 +59,9 @@ def coefficient_table() -> dict[str, Any]:
 
 
 def _defaults() -> Coefficients:
-    values = {name: float(entry["value"]) for name, entry in coefficient_table()["coefficients"].items()}
-    known = {f.name for f in fields(Coefficients)}
-    return Coefficients(**{name: value for name, value in values.items() if name in known})
+    entries = coefficient_table()["coefficients"]
+    values: dict[str, Any] = {name: float(entry["value"]) for name, entry in entries.items()}
+    return Coefficients(**values)
 
 
 DEFAULT = _defaults()
@@ -104,52 +105,92 @@ def decode_step(
     rows: float,
     context: float,
 ) -> Step:
-    """A forward of ``rows`` rows (verified positions of all sequences together) over ``sequences`` sequences of
-    ``context`` known tokens each."""
+    """A forward of ``rows`` rows (verified positions of all sequences together) over ``sequences`` sequences
+    of ``context`` known tokens each."""
     weight_only = net.format in WEIGHT_ONLY
     efficiency = coef.memory_efficiency
     if weight_only:
         few = rows <= GEMV_ROWS
         efficiency = coef.weight_only_gemv_efficiency if few else coef.weight_only_gemm_efficiency
     weights = ledger.compute(
-        "weights_ms", "ms", "1e3*pp*weight_bytes/(efficiency*bandwidth)",
+        "weights_ms",
+        "ms",
+        "1e3*pp*weight_bytes/(efficiency*bandwidth)",
         "every weight is read once a forward"
-        + (f"; weight-only kernels, {'at most' if rows <= GEMV_ROWS else 'more than'} {GEMV_ROWS} rows"
-           if weight_only else ""),
-        pp=pp, weight_bytes=net.weight_bytes, efficiency=efficiency,
+        + (
+            f"; weight-only kernels, {'at most' if rows <= GEMV_ROWS else 'more than'} {GEMV_ROWS} rows"
+            if weight_only
+            else ""
+        ),
+        pp=pp,
+        weight_bytes=net.weight_bytes,
+        efficiency=efficiency,
         bandwidth=gpu.bandwidth_bytes_per_s,
-    )  # fmt: skip
+    )
     kv = ledger.compute(
-        "kv_ms", "ms", "1e3*sequences*context*kv_bytes/(efficiency*bandwidth)",
-        "the KV of every sequence is read once a forward, whatever the rows", sequences=sequences,
-        context=context, kv_bytes=net.kv_bytes, efficiency=coef.kv_efficiency,
+        "kv_ms",
+        "ms",
+        "1e3*sequences*context*kv_bytes/(efficiency*bandwidth)",
+        "the KV of every sequence is read once a forward, whatever the rows",
+        sequences=sequences,
+        context=context,
+        kv_bytes=net.kv_bytes,
+        efficiency=coef.kv_efficiency,
         bandwidth=gpu.bandwidth_bytes_per_s,
-    )  # fmt: skip
+    )
     compute = ledger.compute(
-        "compute_ms", "ms", "1e3*rows*2*params/(tp*pp)/(efficiency*rate)", "two operations per weight and row",
-        rows=rows, params=net.params, tp=tp, pp=pp, efficiency=coef.compute_efficiency,
+        "compute_ms",
+        "ms",
+        "1e3*rows*2*params/(tp*pp)/(efficiency*rate)",
+        "two operations per weight and row",
+        rows=rows,
+        params=net.params,
+        tp=tp,
+        pp=pp,
+        efficiency=coef.compute_efficiency,
         rate=rate(gpu, net.format),
-    )  # fmt: skip
+    )
     latency = ledger.compute(
-        "latency_ms", "ms", "layers*(layer_ms + allreduce_ms*log2(tp))", "launches, tails, all-reduce latency",
-        layers=net.layers, layer_ms=coef.layer_ms, allreduce_ms=coef.allreduce_ms, tp=tp,
-    )  # fmt: skip
+        "latency_ms",
+        "ms",
+        "layers*(layer_ms + allreduce_ms*log2(tp))",
+        "launches, tails, all-reduce latency",
+        layers=net.layers,
+        layer_ms=coef.layer_ms,
+        allreduce_ms=coef.allreduce_ms,
+        tp=tp,
+    )
     exchange = ledger.compute(
-        "exchange_ms", "ms", "1e3*rows*2*layers/pp*hidden*2*2*(tp - 1)/tp/(efficiency*link)",
-        "two ring all-reduces a layer, 16 bit", rows=rows, layers=net.layers, pp=pp, hidden=net.hidden_size,
-        tp=tp, efficiency=coef.link_efficiency, link=gpu.link_bytes_per_s,
-    )  # fmt: skip
+        "exchange_ms",
+        "ms",
+        "1e3*rows*2*layers/pp*hidden*2*2*(tp - 1)/tp/(efficiency*link)",
+        "two ring all-reduces a layer, 16 bit",
+        rows=rows,
+        layers=net.layers,
+        pp=pp,
+        hidden=net.hidden_size,
+        tp=tp,
+        efficiency=coef.link_efficiency,
+        link=gpu.link_bytes_per_s,
+    )
     total = ledger.compute(
-        "step_ms", "ms", "weights + kv + compute + latency + exchange", "the terms add", weights=weights, kv=kv,
-        compute=compute, latency=latency, exchange=exchange,
-    )  # fmt: skip
+        "step_ms",
+        "ms",
+        "weights + kv + compute + latency + exchange",
+        "the terms add",
+        weights=weights,
+        kv=kv,
+        compute=compute,
+        latency=latency,
+        exchange=exchange,
+    )
     return Step(total, weights + kv, compute, latency + exchange)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """One prompt, in ms. ``alone_ms``: from its start to its first logits on an idle engine. ``added_ms``: what
-    it adds to the decode steps it rides in, whose weight reads and launches are paid already."""
+    """One prompt, in ms. ``alone_ms``: from its start to its first logits on an idle engine. ``added_ms``:
+    what it adds to the decode steps it rides in, whose weight reads and launches are paid already."""
 
     alone_ms: float
     added_ms: float
@@ -161,33 +202,65 @@ def prefill(
     """The prompt of ``tokens`` tokens through the network. Attention multiplies in 16 bit in every format."""
     bf16 = gpu.flops["bf16"] or rate(gpu, net.format)
     linear = ledger.compute(
-        "linear_ms", "ms", "1e3*factor*tokens*2*layer_params/(tp*pp)/(efficiency*rate)",
-        "two operations per weight and token; logits of the last token only", tokens=tokens,
+        "linear_ms",
+        "ms",
+        "1e3*factor*tokens*2*layer_params/(tp*pp)/(efficiency*rate)",
+        "two operations per weight and token; logits of the last token only",
+        tokens=tokens,
         factor=coef.weight_only_prefill_factor if net.format in WEIGHT_ONLY else 1.0,
-        layer_params=net.layer_params, tp=tp, pp=pp, efficiency=coef.compute_efficiency,
+        layer_params=net.layer_params,
+        tp=tp,
+        pp=pp,
+        efficiency=coef.compute_efficiency,
         rate=rate(gpu, net.format),
-    )  # fmt: skip
+    )
     attention = ledger.compute(
-        "attention_ms", "ms", "1e3*factor*2*tokens**2*attention_size*layers/(tp*pp)/(efficiency*rate)",
-        "QK and PV over half the square", factor=coef.attention_prefill_factor, tokens=tokens,
-        attention_size=net.attention_size, layers=net.layers, tp=tp, pp=pp, efficiency=coef.compute_efficiency,
+        "attention_ms",
+        "ms",
+        "1e3*factor*2*tokens**2*attention_size*layers/(tp*pp)/(efficiency*rate)",
+        "QK and PV over half the square",
+        factor=coef.attention_prefill_factor,
+        tokens=tokens,
+        attention_size=net.attention_size,
+        layers=net.layers,
+        tp=tp,
+        pp=pp,
+        efficiency=coef.compute_efficiency,
         rate=bf16,
-    )  # fmt: skip
+    )
     exchange = ledger.compute(
-        "exchange_ms", "ms",
+        "exchange_ms",
+        "ms",
         "1e3*tokens*2*layers/pp*hidden*2*2*(tp - 1)/tp/(efficiency*link) + layers*sync_ms*log2(tp)",
-        "two ring all-reduces a layer, 16 bit, and their latency", tokens=tokens, layers=net.layers, pp=pp,
-        hidden=net.hidden_size, tp=tp, efficiency=coef.link_efficiency, link=gpu.link_bytes_per_s,
+        "two ring all-reduces a layer, 16 bit, and their latency",
+        tokens=tokens,
+        layers=net.layers,
+        pp=pp,
+        hidden=net.hidden_size,
+        tp=tp,
+        efficiency=coef.link_efficiency,
+        link=gpu.link_bytes_per_s,
         sync_ms=coef.prefill_sync_ms,
-    )  # fmt: skip
+    )
     added = ledger.compute(
-        "added_ms", "ms", "linear + attention + exchange", "", linear=linear, attention=attention,
+        "added_ms",
+        "ms",
+        "linear + attention + exchange",
+        "",
+        linear=linear,
+        attention=attention,
         exchange=exchange,
-    )  # fmt: skip
+    )
     alone = ledger.compute(
-        "alone_ms", "ms", "max(added, 1e3*weight_bytes/(efficiency*bandwidth)) + layers*layer_ms",
-        "a short prompt waits for the weights; launches of one forward", added=added,
-        weight_bytes=net.weight_bytes, efficiency=coef.memory_efficiency, bandwidth=gpu.bandwidth_bytes_per_s,
-        layers=net.layers, layer_ms=coef.layer_ms,
-    )  # fmt: skip
+        "alone_ms",
+        "ms",
+        "max(added, 1e3*weight_bytes/(efficiency*bandwidth)) + layers*layer_ms",
+        "a short prompt waits for the weights; launches of one forward",
+        added=added,
+        weight_bytes=net.weight_bytes,
+        efficiency=coef.memory_efficiency,
+        bandwidth=gpu.bandwidth_bytes_per_s,
+        layers=net.layers,
+        layer_ms=coef.layer_ms,
+    )
     return Prefill(alone, added)

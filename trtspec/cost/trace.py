@@ -14,9 +14,14 @@ from types import CodeType
 from typing import Any
 
 _FUNCTIONS: dict[str, Any] = {
-    "__builtins__": {}, "min": min, "max": max, "log2": math.log2, "ceil": math.ceil, "floor": math.floor,
+    "__builtins__": {},
+    "min": min,
+    "max": max,
+    "log2": math.log2,
+    "ceil": math.ceil,
+    "floor": math.floor,
     "sqrt": math.sqrt,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,10 @@ def find_line(lines: tuple[TraceLine, ...], name: str) -> TraceLine | None:
 def fields(line: TraceLine) -> Mapping[str, object]:
     """The line as JSON values."""
     return {
-        "name": line.name, "value": line.value, "unit": line.unit, "formula": line.formula,
-        "inputs": line.inputs, "source": line.source,
-    }  # fmt: skip
+        "name": line.name,
+        "value": line.value,
+        "unit": line.unit,
+        "formula": line.formula,
+        "inputs": line.inputs,
+        "source": line.source,
+    }
