@@ -1,4 +1,4 @@
-"""Open dense models known by size or hub id, so that a deployment can be planned before anything is downloaded.
+"""Open dense models known by size or hub id, so that a deployment can be planned before any download.
 
 ``data/models.json`` holds the numbers of each model's config.json. What is planned here is built from the
 checkpoint later, whose own config.json then counts.
@@ -89,9 +89,9 @@ def find_known(name: str) -> KnownModel | None:
 def find_model(source: str, base: Path = Path(".")) -> NamedModel:
     """The model called ``source``: a folder, ``sample:NAME``, a hub id or a size such as 8B.
 
-    A folder's own config.json counts before the table. Raises InputError for an unknown size, an
-    unknown architecture or no such folder, MissingError for a hub id that is neither in the local cache nor in
-    the table. Never uses the network.
+    A folder's own config.json counts before the table. Raises InputError for an unknown size, an unknown
+    architecture or no such folder, MissingError for a hub id that is neither in the local cache nor in the
+    table. Never uses the network.
     """
     known = find_known(source)
     if known is not None and not (base / source).is_dir():

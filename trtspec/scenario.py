@@ -1,7 +1,7 @@
 """What a deployment is for: the shape of the work, how exact it must be and how fast.
 
-Nine presets ship as YAML files in ``data/scenarios``; a user copies one and changes it, or describes a scenario
-by overriding keys. Every problem of a file is reported at once, with line and key, as for recipes.
+Nine presets ship as YAML files in ``data/scenarios``; a user copies one and changes it, or describes a
+scenario by its keys. Every problem of a file is reported at once, with line and key, as for recipes.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "recommend": ("trtspec.cli.recommend:recommend", "Recommend a recipe for a scenario, model and GPU."),
     "init": ("trtspec.cli.recipe:init", "Write a starter recipe, every key explained."),
     "lint": ("trtspec.cli.recipe:lint", "Check recipes; report every problem with line and key."),
     "schema": ("trtspec.cli.recipe:schema", "Print the recipe's JSON Schema or its reference."),

@@ -33,7 +33,7 @@ def _kinds(section: str) -> list[str]:
     return list(variants(_SECTIONS[section]))
 
 
-def _write(path: Path, text: str, *, force: bool) -> None:
+def write_text(path: Path, text: str, *, force: bool) -> None:
     """Put ``text`` into ``path`` whole or not at all. Raises InputError when it cannot, or when ``path``
     exists and ``force`` is not given (checked by the file system, so that two writers cannot both win)."""
     try:
@@ -149,7 +149,7 @@ def init(
         click.echo(text, nl=False)
         return
     path = Path(output if output is not None else f"{checked.recipe.name}.yaml")
-    _write(path, text, force=force)
+    write_text(path, text, force=force)
     warnings = lint_file(path).warnings
     if as_json:
         listed = [problem_fields(problem) for problem in warnings]
@@ -266,4 +266,4 @@ def schema(as_markdown: bool, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
-        _write(output, text, force=True)
+        write_text(output, text, force=True)
