@@ -6,7 +6,6 @@ checkpoint later, whose own config.json then counts.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -98,10 +97,9 @@ def find_model(source: str, base: Path = Path(".")) -> NamedModel:
         return NamedModel(known.id, known.spec, f"the numbers of {known.id}'s config.json", known.draft)
     if _SIZE.fullmatch(source) and not (base / source).is_dir():
         sizes = [size for model in known_models() for size in model.sizes]
-        close = difflib.get_close_matches(source.upper(), sizes, n=1)
-        hint = f"the nearest is {close[0]}; " if close else ""
+        nearest = min(sizes, key=lambda size: abs(_weights(size) - _weights(source)))
         raise InputError(
-            f"no model of size {source!r} is known; {hint}known: {', '.join(sizes)}; "
+            f"no model of size {source!r} is known; the nearest is {nearest}; known: {', '.join(sizes)}; "
             "or name a checkpoint folder or a hub id"
         )
     try:
@@ -111,4 +109,10 @@ def find_model(source: str, base: Path = Path(".")) -> NamedModel:
             raise
         ids = [model.id for model in known_models()]
         raise MissingError(f"{error}; or name a known model: {', '.join(ids)}") from None
-    return NamedModel(source, read_modelspec(folder), f"{folder / 'config.json'}", None)
+    # A recipe's relative paths start at its own folder, not here.
+    named = source if not (base / Path(source).expanduser()).is_dir() else str(folder)
+    return NamedModel(named, read_modelspec(folder), f"{folder / 'config.json'}", None)
+
+
+def _weights(size: str) -> float:
+    return float(size[:-1]) * (1e9 if size[-1] in "bB" else 1e6)

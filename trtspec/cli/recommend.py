@@ -164,9 +164,7 @@ def _command() -> Sequence[str]:
 
 def _render(found: Recommendation, model: NamedModel, explain: bool) -> Iterator[str]:
     work = found.scenario
-    yield click.style(
-        f"{work.name}: {found.model} on {found.recipe.parallel.tp * found.replicas} x {found.gpu}", bold=True
-    )
+    yield click.style(f"{work.name}: {found.model} on {found.gpu}", bold=True)
     yield (
         f"  {work.task}, {work.input_tokens} in, {work.output_tokens} out, {work.concurrency} at once, "
         f"temperature {work.temperature:g}, copies {work.copy_fraction:.0%}, fidelity {work.fidelity}"
@@ -195,7 +193,14 @@ def _render(found: Recommendation, model: NamedModel, explain: bool) -> Iterator
 def _wrapped(text: str, indent: str) -> list[str]:
     import textwrap
 
-    return textwrap.wrap(text, 108, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return textwrap.wrap(
+        text,
+        108,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _numbers(found: Recommendation) -> Iterator[str]:
@@ -220,7 +225,8 @@ def _numbers(found: Recommendation) -> Iterator[str]:
         yield (
             f"  {name:<26}{show(estimate.ttft_ms):>9}{show(estimate.tpot_ms):>9}"
             f"{show(low) + ' - ' + show(high):>16}{show(estimate.tokens_per_s):>10}"
-            f"{memory.total_bytes / 2**30:>7.1f}{fits:>6}  {show(estimate.acceptance_length)} tokens/step"
+            f"{memory.total_bytes / 2**30:>7.1f}{fits:>6}"
+            + (f"  {show(estimate.acceptance_length)} tokens/step" if estimate.acceptance_length > 1 else "")
         )
     yield f"  basis: {found.estimate.basis}; fits: sequences at full length that one engine holds"
     for assumption in found.estimate.assumptions:
@@ -230,7 +236,7 @@ def _numbers(found: Recommendation) -> Iterator[str]:
 def _rejected(rejected: Rejected) -> Iterator[str]:
     tpot = "" if rejected.tpot_ms is None else show(rejected.tpot_ms)
     rate = "" if rejected.tokens_per_s is None else show(rejected.tokens_per_s)
-    yield f"  {rejected.what:<42}{tpot:>8}{rate:>11}"
+    yield f"  {rejected.what:<42}{tpot:>8}{rate:>11}".rstrip()
     yield from _wrapped(rejected.because, "      ")
 
 

@@ -14,10 +14,19 @@ from trtspec.hardware import Gpu
 from trtspec.known_models import NamedModel
 from trtspec.recipe import NoQuantization
 from trtspec.recommend.decision import Path, Reason, Recommendation, Rejected, show
-from trtspec.recommend.drafting import EXISTS_ON, Drafting, choose_drafting, name_of
+from trtspec.recommend.drafting import Drafting, choose_drafting
 from trtspec.recommend.evidence import Evidence
-from trtspec.recommend.formats import NAMES, Format, choose_format, parallel_sizes, why_not
+from trtspec.recommend.formats import (
+    NAMES,
+    WEIGHT_ONLY_LOSES_FROM,
+    Format,
+    choose_format,
+    few_kinds,
+    parallel_sizes,
+    why_not,
+)
 from trtspec.recommend.heads import Heads
+from trtspec.recommend.methods import EXISTS_ON, name_of
 from trtspec.recommend.pricing import BackendKind, Case, Plan, price
 from trtspec.recommend.sizes import build_recipe
 from trtspec.scenario import Scenario
@@ -27,6 +36,8 @@ __all__ = ["Reason", "Recommendation", "Rejected", "recommend"]
 DOCUMENTED_UNDER = {"medusa": ("none", "fp8"), "eagle": ("none",)}
 """Target formats that TensorRT-LLM documents for engines with these heads."""
 LARGEST_COUNT = 64
+CLEARLY_FASTER = 0.9
+"""Share of the time per token from which the other format is worth a warning."""
 
 
 def recommend(
@@ -118,7 +129,7 @@ class _Outcome:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Larger is better: sequences held, SLO met, then tokens/s for many and TPOT for few."""
+        """Larger is better: sequences held, SLO met, then tokens/s for many and a short answer for few."""
         estimate, slo = self.drafting.estimate, self.case.scenario.slo
         if estimate is None:
             return (0.0,)
@@ -127,8 +138,16 @@ class _Outcome:
             (slo.ttft_ms is None or estimate.ttft_ms <= slo.ttft_ms)
             and (slo.tpot_ms is None or estimate.tpot_ms <= slo.tpot_ms)
         )
-        few = self.case.scenario.concurrency < 8
-        return (held, met, -estimate.tpot_ms if few else self.total)
+        few = self.chosen.wanted < WEIGHT_ONLY_LOSES_FROM
+        return (held, met, -self.answer_ms if few else self.total)
+
+    @property
+    def answer_ms(self) -> float:
+        """Prompt and whole answer of one request."""
+        estimate = self.drafting.estimate
+        if estimate is None:
+            return float("inf")
+        return estimate.ttft_ms + estimate.tpot_ms * (self.case.scenario.output_tokens - 1)
 
 
 def _decide(case: Case, path: Path) -> _Outcome:
@@ -136,12 +155,16 @@ def _decide(case: Case, path: Path) -> _Outcome:
     outcomes = []
     tried: list[Path] = []
     for tp in parallel_sizes(case):
-        branch = Path(list(path.because), list(path.rejected), list(path.warnings))
-        _serving_first(case, branch)
-        chosen = choose_format(case, branch, tp)
-        tried.append(branch)
-        if chosen is not None:
-            outcomes.append(_Outcome(case, branch, chosen, choose_drafting(case, branch, chosen)))
+        by_format = []
+        for first in few_kinds(case, tp):
+            branch = Path(list(path.because), list(path.rejected), list(path.warnings))
+            _serving_first(case, branch)
+            chosen = choose_format(replace(case, first=first), branch, tp)
+            tried.append(branch)
+            if chosen is not None:
+                by_format.append(_Outcome(case, branch, chosen, choose_drafting(case, branch, chosen)))
+        if by_format:
+            outcomes.append(_best_format(by_format))
     if not outcomes:
         _refuse(case, tried)
     best = max(outcomes, key=lambda outcome: outcome.rank)
@@ -149,6 +172,21 @@ def _decide(case: Case, path: Path) -> _Outcome:
         _explain_parallel(best, outcomes)
     if case.only is None and case.scenario.concurrency == 1 and best.chosen.quantization.kind == "w4a16_awq":
         _compare_fp8(case, best)
+    return best
+
+
+def _best_format(outcomes: list[_Outcome]) -> _Outcome:
+    """The best of the formats that were tried for a few users, each with its own best drafting."""
+    best = max(outcomes, key=lambda outcome: outcome.rank)
+    for other in outcomes:
+        if other.chosen.quantization.kind != best.chosen.quantization.kind and other.answer_ms < float("inf"):
+            what = f"{other.chosen.label} with {name_of(other.drafting.speculation)}"
+            text = (
+                f"a whole answer takes {show(other.answer_ms)} ms, with the chosen {show(best.answer_ms)} ms"
+            )
+            best.path.reject(
+                "weights", what.replace("with none", "without drafting"), text, other.drafting.estimate
+            )
     return best
 
 
@@ -166,11 +204,12 @@ def _compare_fp8(case: Case, best: _Outcome) -> None:
     if drafting.estimate is None:
         return
     ratio = drafting.estimate.tpot_ms / best.drafting.estimate.tpot_ms
-    what = f"FP8 weights with {name_of(drafting.speculation)}"
+    how = name_of(drafting.speculation)
+    what = "FP8 weights without drafting" if how == "none" else f"FP8 weights with {how}"
     text = f"TPOT {ratio:.2f}x of the chosen; it holds {chosen.label}, "
     text += f"{chosen.plain.memory.weights_bytes / 2**30:.1f} GiB of weights" if chosen.plain else ""
     best.path.reject("weights", what, text, drafting.estimate)
-    if ratio < 1:
+    if ratio < CLEARLY_FASTER:
         best.path.warn(
             f"by this estimate {what} takes {ratio:.2f}x the time per token on {case.gpu.name}, with more "
             "memory; W4A16 is the rule for one user: build both (--weights fp8) where it matters"
@@ -191,8 +230,8 @@ def _explain_parallel(best: _Outcome, outcomes: list[_Outcome]) -> None:
             text = f"{show(other.total)} tokens/s in all against {show(best.total)}, or slower per token"
             best.path.reject("parallel", what, text, other.drafting.estimate)
     chosen = best.chosen
-    few = best.case.scenario.concurrency < 8
-    why = "the shortest time per token" if few else "the most tokens/s that meets the bounds"
+    few = chosen.wanted < WEIGHT_ONLY_LOSES_FROM
+    why = "the shortest time for an answer" if few else "the most tokens/s that meets the bounds"
     replicas = f"{chosen.replicas} replica{'s' if chosen.replicas > 1 else ''}"
     best.path.take(
         "parallel", f"tensor parallel {chosen.tp}, {replicas}",
@@ -293,11 +332,13 @@ def _finish(case: Case, outcome: _Outcome) -> Recommendation:
         baseline = price(case, plan)
     recipe = build_recipe(case, chosen, drafting, path, baseline_fits=baseline is not None and baseline.fits)
     _check_slo(case, outcome)
+    if case.gpu is not None and case.backend == "embedded":
+        path.warn("the step times are those of TensorRT-LLM's kernels; the embedded engine is slower")
     return Recommendation(
         recipe=recipe,
         scenario=case.scenario,
         model=case.model.source,
-        gpu=case.gpu.name if case.gpu else "none",
+        gpu=f"{case.count} x {case.gpu.name}" if case.gpu else "a machine without a GPU",
         replicas=chosen.replicas,
         estimate=drafting.estimate,
         plain=chosen.plain,

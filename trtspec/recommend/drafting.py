@@ -7,49 +7,33 @@ after the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trtspec.cost.estimate import Estimate
-from trtspec.cost.speculation import best_tree
 from trtspec.recipe import (
     Acceptance,
-    DraftModelSpeculation,
     Eagle3Speculation,
     EagleSpeculation,
     ExactAcceptance,
-    LookaheadSpeculation,
-    MedusaSpeculation,
-    Model,
-    NgramSpeculation,
     NoQuantization,
     NoSpeculation,
-    Quantization,
-    RejectionAcceptance,
     Speculation,
-    TypicalAcceptance,
 )
-from trtspec.recipe_facts import EMBEDDED_SPECULATION, SPECULATION_ON, drafted_positions
+from trtspec.recipe_facts import drafted_positions
 from trtspec.recommend.decision import Path, show
-from trtspec.recommend.formats import NAMES, Format, quantization, why_not
+from trtspec.recommend.formats import NAMES, Format
+from trtspec.recommend.methods import Method, lengths, name_of
+from trtspec.recommend.methods import methods as methods_of
 from trtspec.recommend.pricing import Case, Plan, price
 
 MIN_GAIN = 1.05
 """A smaller predicted gain is within the spread of the acceptance that it rests on."""
-LONGEST_CHAIN = 8
+REPETITIVE = 0.5
+"""Copy fraction from which work is repetitive."""
+CLEARLY = 1.5
+"""Beyond the spread of the acceptance priors of a draft model and of copying together."""
 LONG_CONTEXT_TOKENS = 4096
 SHORT_CONTEXT_TOKENS = 2048
-MEDUSA_RANKS = (0.55, 0.13, 0.06, 0.04, 0.03, 0.02)
-"""Chance that a head's r-th guess is right: assumption, near what the Medusa paper's figures show."""
-NEAREST = {
-    ("pytorch", "medusa"): "eagle3", ("pytorch", "eagle"): "eagle3", ("pytorch", "lookahead"): "ngram",
-    ("tensorrt", "eagle3"): "eagle",
-}  # fmt: skip
-ENDS_AT = "exists only on TensorRT-LLM engines, up to 1.2.1 (backend tensorrt)"
-EXISTS_ON = {
-    "medusa": ENDS_AT, "lookahead": ENDS_AT, "eagle": ENDS_AT,
-    "eagle3": "exists only on the LLM API (backend pytorch, TensorRT-LLM 1.0 and later)",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,18 +48,8 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class _Method:
-    """A drafting method with its sizes: ``options`` from the smallest to the largest."""
-
-    kind: str
-    options: tuple[Speculation, ...]
-    acceptance: Acceptance
-    version: str | None = None
-
-
-@dataclass(frozen=True)
 class _Priced:
-    method: _Method
+    method: Method
     speculation: Speculation
     estimate: Estimate
     gain: float
@@ -85,7 +59,9 @@ class _Priced:
 def choose_drafting(case: Case, path: Path, chosen: Format) -> Drafting:
     """The drafting for the chosen formats, or none where nothing pays."""
     none = Drafting(NoSpeculation(kind="none"), ExactAcceptance(kind="exact"), None, chosen.plain)
-    methods = list(_methods(case, path, chosen))
+    methods = list(methods_of(case, path, chosen))
+    if case.heads is None:
+        _untrained(case, path, chosen)
     if case.gpu is None:
         return _without_gpu(case, path, methods, none)
     n = chosen.sequences
@@ -105,161 +81,36 @@ def choose_drafting(case: Case, path: Path, chosen: Format) -> Drafting:
         else:
             later.append(best)
     if here:
-        here.sort(key=lambda priced: priced.estimate.tpot_ms)
-        best = here[0]
+        best = _first(case, here)
+        here.sort(key=lambda priced: (priced is not best, priced.estimate.tpot_ms))
         for other in here[1:] + later:
-            path.reject(
-                "speculation",
-                name_of(other.speculation),
-                f"gain {other.gain:.2f}x, the chosen {best.gain:.2f}x",
-                other.estimate,
-            )
+            text = f"gain {other.gain:.2f}x, the chosen {best.gain:.2f}x"
+            if other.gain > best.gain:
+                text += (
+                    f"; repetitive work drafts by n-grams unless another method is {CLEARLY:g}x as fast: they"
+                )
+                text += " need no memory, and what they copy is in the text"
+            path.reject("speculation", name_of(other.speculation), text, other.estimate)
         return _take(case, path, chosen, best)
     limited = _limited(case, path, chosen, later) if n > 1 else None
     if limited is not None:
         return limited
     for other in later:
         path.reject("speculation", name_of(other.speculation), _why_it_loses(case, other, n), other.estimate)
-    words = "no method that needs no training gains enough" if case.heads is None else "nothing gains enough"
-    if not methods:
-        words = "nothing that this backend runs needs no training"
-    path.take("speculation", "none", f"{words} at {n} sequences (at least {MIN_GAIN:g}x is asked)")
+    words = "nothing that needs no training gains enough" if case.heads is None else "nothing gains enough"
+    at = f"{n} sequence{'s' if n > 1 else ''}"
+    path.take("speculation", "none", f"{words} at {at} (at least {MIN_GAIN:g}x is asked)")
     return none
 
 
-# --------------------------------------------------------------------------- what exists
-
-
-def _methods(case: Case, path: Path, chosen: Format) -> Iterable[_Method]:
-    exact = ExactAcceptance(kind="exact")
-    n, backend = chosen.sequences, case.backend
-    on = EMBEDDED_SPECULATION if backend == "embedded" else SPECULATION_ON[backend]
-    heads = case.heads
-    if heads is None:
-        _untrained(case, path, chosen)
-    elif heads.method not in on:
-        nearest = NEAREST.get((backend, heads.method), "ngram")
-        trained = f" (to be trained) or {'ngram' if backend != 'tensorrt' else 'lookahead'}"
-        where = EXISTS_ON[heads.method] if backend != "embedded" else "is not run by the embedded engine"
-        path.reject(
-            "speculation", heads.method, f"{where}; the nearest on {backend} is {nearest}"
-            + (trained if nearest not in ("ngram", "lookahead") else ""),
-        )  # fmt: skip
-    else:
-        yield from _headed(case, path, chosen)
-    for kind in ("medusa", "eagle", "eagle3", "lookahead"):
-        if kind not in on and backend != "embedded" and (heads is None or heads.method != kind):
-            path.reject("speculation", kind, EXISTS_ON[kind])
-    between = "on engines it is served by Triton's BLS model: one sequence, no streaming"
-    if case.draft is not None:
-        if "draft_model" not in on:
-            path.reject("speculation", "draft_model", "is not run by the embedded engine")
-        elif backend == "tensorrt" and n > 1:
-            path.reject("speculation", "draft_model", between)
-        elif case.draft.spec.vocab_size != case.spec.vocab_size:
-            path.reject("speculation", "draft_model", f"{case.draft.source} has another vocabulary")
-        else:
-            yield _draft_model(case, chosen, draft_quantization(case, chosen))
-    if backend == "tensorrt" and n > 1:
-        path.reject("speculation", "ngram", between)
-    elif "ngram" in on:
-        chain = (
-            NgramSpeculation(kind="ngram", num_draft_tokens=k, min_ngram=2, max_ngram=4) for k in _lengths()
-        )
-        yield _Method("ngram", tuple(chain), exact)
-    if "lookahead" in on:
-        small = LookaheadSpeculation(kind="lookahead", window=2, ngram=3, verification_set=2)
-        usual = LookaheadSpeculation(kind="lookahead", window=4, ngram=3, verification_set=4)
-        yield _Method("lookahead", (small, usual), exact)
-
-
-def _lengths() -> range:
-    return range(1, LONGEST_CHAIN + 1)
-
-
-def _headed(case: Case, path: Path, chosen: Format) -> Iterable[_Method]:
-    heads, sampling = case.heads, case.scenario.temperature > 0
-    assert heads is not None
-    exact = ExactAcceptance(kind="exact")
-    if heads.method == "eagle3":
-        rejection = sampling and case.scenario.fidelity != "exact"
-        size = "fp8" if why_not("fp8", case) is None else "none"
-        yield _Method(
-            "eagle3",
-            tuple(
-                Eagle3Speculation(kind="eagle3", heads=heads.source, num_draft_tokens=k, quantization=size)  # type: ignore[arg-type]
-                for k in _lengths()
-            ),
-            RejectionAcceptance(kind="rejection") if rejection else exact,
-            ">=1.3,<1.5" if rejection else None,
-        )
-    elif heads.method == "medusa":
-        if sampling:
-            text = "Medusa engines are greedy: temperature would silently act as 0"
-            path.reject("speculation", "medusa", text)
-            return
-        trees = tuple(
-            MedusaSpeculation(
-                kind="medusa",
-                heads=heads.source,
-                choices=best_tree(MEDUSA_RANKS, nodes, heads.num_heads).paths,
-            )
-            for nodes in (4, 8, 16, 32, 63)
-        )
-        yield _Method("medusa", trees, exact)
-    else:
-        if sampling and case.scenario.fidelity != "approximate":
-            text = "EAGLE engines sample by typical acceptance only, which changes the output law"
-            path.reject("speculation", "eagle", f"{text}; fidelity is {case.scenario.fidelity}")
-            return
-        trees_eagle = tuple(
-            EagleSpeculation(
-                kind="eagle", heads=heads.source, depth=depth, top_k=top_k, num_draft_tokens=nodes
-            )
-            for depth, top_k, nodes in (
-                (2, 2, 6),
-                (3, 4, 12),
-                (4, 4, 20),
-                (5, 8, 31),
-                (6, 8, 47),
-                (6, 10, 63),
-            )
-        )
-        yield _Method("eagle", trees_eagle, TypicalAcceptance(kind="typical") if sampling else exact)
-
-
-def draft_quantization(case: Case, chosen: Format) -> Quantization:
-    """The draft model's format: small like the target's. Strict acceptance keeps the output law whatever the
-    draft is, so fidelity does not forbid it."""
-    assert case.draft is not None
-    wanted = chosen.quantization.kind
-    order = ["fp8", "w4a16_awq", "nvfp4"]
-    if wanted in ("w4a16_awq", "nvfp4") or (wanted == "none" and chosen.sequences == 1):
-        order = ["w4a16_awq", "nvfp4", "fp8"]
-    for kind in order:
-        found = (
-            quantization(kind, "none", case.draft.spec, chosen.tp) if why_not(kind, case) is None else None
-        )
-        if found is not None:
-            return found
-    return NoQuantization(kind="none")
-
-
-def _draft_model(case: Case, chosen: Format, draft: Quantization) -> _Method:
-    assert case.draft is not None
-    rejection = (
-        case.scenario.temperature > 0 and case.scenario.fidelity != "exact" and case.backend == "pytorch"
-    )
-    chain = (
-        DraftModelSpeculation(
-            kind="draft_model", model=Model(source=case.draft.source), num_draft_tokens=k, quantization=draft
-        )
-        for k in _lengths()
-    )
-    acceptance: Acceptance = (
-        RejectionAcceptance(kind="rejection") if rejection else ExactAcceptance(kind="exact")
-    )
-    return _Method("draft_model", tuple(chain), acceptance, ">=1.3,<1.5" if rejection else None)
+def _first(case: Case, paying: list[_Priced]) -> _Priced:
+    """The fastest, except that repetitive work drafts by n-grams unless another method is clearly faster:
+    they need neither memory nor a second model, and what they copy is not a prior but the text itself."""
+    fastest = min(paying, key=lambda priced: priced.estimate.tpot_ms)
+    ngram = next((priced for priced in paying if priced.method.kind == "ngram"), None)
+    if ngram is None or fastest.method.kind != "draft_model" or case.scenario.copy_fraction < REPETITIVE:
+        return fastest
+    return ngram if ngram.estimate.tpot_ms <= CLEARLY * fastest.estimate.tpot_ms else fastest
 
 
 def _untrained(case: Case, path: Path, chosen: Format) -> None:
@@ -268,11 +119,11 @@ def _untrained(case: Case, path: Path, chosen: Format) -> None:
         return
     n = chosen.sequences
     if case.backend == "pytorch":
-        chain = (Eagle3Speculation(kind="eagle3", heads="HEAD", num_draft_tokens=k) for k in _lengths())
-        method = _Method("eagle3", tuple(chain), ExactAcceptance(kind="exact"))
+        chain = (Eagle3Speculation(kind="eagle3", heads="HEAD", num_draft_tokens=k) for k in lengths())
+        method = Method("eagle3", tuple(chain), ExactAcceptance(kind="exact"))
     elif chosen.quantization.kind == "none":
         tree = EagleSpeculation(kind="eagle", heads="HEAD", depth=5, top_k=8, num_draft_tokens=31)
-        method = _Method("eagle", (tree,), ExactAcceptance(kind="exact"))
+        method = Method("eagle", (tree,), ExactAcceptance(kind="exact"))
     else:
         return
     would = _best(case, chosen, method, n)
@@ -288,7 +139,7 @@ def _untrained(case: Case, path: Path, chosen: Format) -> None:
 
 
 def _plan(
-    chosen: Format, method: _Method, speculation: Speculation, n: int, tokens: int | None = None
+    chosen: Format, method: Method, speculation: Speculation, n: int, tokens: int | None = None
 ) -> Plan:
     return Plan(chosen.quantization, speculation, method.acceptance, chosen.tp, n, tokens)
 
@@ -297,7 +148,7 @@ def _plain(chosen: Format, n: int, tokens: int | None = None) -> Plan:
     return Plan(chosen.quantization, tp=chosen.tp, concurrency=n, input_tokens=tokens)
 
 
-def _best(case: Case, chosen: Format, method: _Method, n: int, tokens: int | None = None) -> _Priced:
+def _best(case: Case, chosen: Format, method: Method, n: int, tokens: int | None = None) -> _Priced:
     """The size of ``method`` with the shortest time per token at ``n`` sequences; the smaller of equals."""
     priced = [(price(case, _plan(chosen, method, s, n, tokens)), s) for s in method.options]
     estimate, speculation = min(priced, key=lambda item: item[0].tpot_ms)
@@ -306,7 +157,7 @@ def _best(case: Case, chosen: Format, method: _Method, n: int, tokens: int | Non
     )
 
 
-def _gain(case: Case, chosen: Format, method: _Method, speculation: Speculation, n: int) -> float:
+def _gain(case: Case, chosen: Format, method: Method, speculation: Speculation, n: int) -> float:
     plain = price(case, _plain(chosen, n))
     return plain.tpot_ms / price(case, _plan(chosen, method, speculation, n)).tpot_ms
 
@@ -369,7 +220,7 @@ def _limited(case: Case, path: Path, chosen: Format, methods: list[_Priced]) -> 
     return Drafting(speculation, best.method.acceptance, version, chosen.plain)
 
 
-def _break_even(case: Case, chosen: Format, method: _Method, most: int) -> int:
+def _break_even(case: Case, chosen: Format, method: Method, most: int) -> int:
     """The largest batch from 1 to ``most`` that pays, given that 1 does and gains fall with the batch."""
     low, high = 1, most
     while low < high:
@@ -420,7 +271,7 @@ def _take(case: Case, path: Path, chosen: Format, best: _Priced) -> Drafting:
 
 
 def _draft_format(
-    case: Case, path: Path, chosen: Format, method: _Method, speculation: Speculation, estimate: Estimate
+    case: Case, path: Path, chosen: Format, method: Method, speculation: Speculation, estimate: Estimate
 ) -> None:
     """Quantize the draft too, and say what leaving it out would cost here."""
     held = getattr(speculation, "quantization", None)
@@ -440,7 +291,7 @@ def _draft_format(
     path.reject("speculation", f"{method.kind} with a 16-bit draft", f"costs {loss:.1%} of the speed", slower)
 
 
-def _without_gpu(case: Case, path: Path, methods: list[_Method], none: Drafting) -> Drafting:
+def _without_gpu(case: Case, path: Path, methods: list[Method], none: Drafting) -> Drafting:
     ngram = next((method for method in methods if method.kind == "ngram"), None)
     if ngram is None or case.scenario.copy_fraction < 0.2:
         text = f"n-gram drafts copy, and only {case.scenario.copy_fraction:.0%} of the answer repeats"
@@ -450,19 +301,6 @@ def _without_gpu(case: Case, path: Path, methods: list[_Method], none: Drafting)
     text = f"{case.scenario.copy_fraction:.0%} of the answer repeats; no training; verify measures the gain"
     path.take("speculation", name_of(speculation), text)
     return Drafting(speculation, ngram.acceptance, None, None)
-
-
-def name_of(speculation: Speculation) -> str:
-    drafted = drafted_positions(speculation)
-    match speculation:
-        case MedusaSpeculation() | EagleSpeculation():
-            return f"{speculation.kind} tree of {drafted}"
-        case LookaheadSpeculation(window=w, ngram=n, verification_set=g):
-            return f"lookahead ({w}, {n}, {g})"
-        case NoSpeculation():
-            return "none"
-        case _:
-            return f"{speculation.kind} K={drafted}"
 
 
 def _why_it_wins(case: Case, kind: str, n: int) -> str:

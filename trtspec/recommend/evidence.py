@@ -44,7 +44,8 @@ def read_evidence(path: Path, model: str) -> Evidence:
         found = visible(str(values.get("schema")))
         raise InputError(Problem(f"found schema {found}; allowed: {SCHEMA} (trtspec verify)", str(path)))
     source = str(recipe.get("model", {}).get("source"))
-    if source.lower() != model.lower():
+    same = source.lower() == model.lower() or (path.parent / source).resolve() == Path(model).resolve()
+    if not same:
         text = f"is about {visible(source)}, not about {visible(model)}; evidence does not carry over"
         raise InputError(Problem(text, str(path), key="recipe.model.source"))
     named = {str(check.get("name")): check for check in checks if isinstance(check, dict)}

@@ -46,7 +46,7 @@ def label(kind: str, kv: str) -> str:
 def why_not(kind: str, case: Case) -> str | None:
     """Why this GPU and backend do not run the weights format, or None if they do."""
     if case.backend == "embedded" or case.gpu is None:
-        return "calibrating it needs a CUDA GPU" if kind == "nvfp4" else None
+        return "the embedded engine does not run NVFP4" if kind == "nvfp4" else None
     sm = case.gpu.sm
     if kind in ("fp8", "w4a8_awq") and sm < 89:
         return f"no FP8 arithmetic on {case.gpu.name} (sm{sm}); it starts with sm89"
@@ -219,12 +219,18 @@ def _order(case: Case, path: Path, n: int, tp: int) -> list[_Choice]:
         return [_Choice(four, kv, why), *fallback]
     if n == 1 and four is not None:
         why = "one user: decoding reads every weight for every token, so their bytes decide; arithmetic idles"
-        return [_Choice(four, "none", why), *fallback]
+        first = [_Choice(four, "none", why)]
+        if four == "w4a16_awq" and "fp8" in kinds and _only_fp8_meets_ttft(case, tp):
+            why = f"TTFT of at most {case.scenario.slo.ttft_ms:g} ms: weight-only 4-bit does not help prompts"
+            first.insert(0, _Choice("fp8", "none", why))
+        return first + fallback
     if n < WEIGHT_ONLY_LOSES_FROM:
-        few = [kind for kind in (four, "fp8", "none") if kind in kinds]
-        timed = sorted((_latency_ms(case, kind, n, tp), kind) for kind in few if kind)
-        why = f"{n} users: the shortest time for a whole answer, prompt included"
-        return [*(_Choice(kind, "none", why) for _, kind in timed), *fallback]
+        users = f"{n} user{'s' if n > 1 else ''}"
+        why = f"{users}: the shortest time for a whole answer, prompt and drafting included"
+        if case.gpu is None:
+            why = f"{users}: the fewest weight bytes; arithmetic is not the bound"
+        few = [kind for kind in (case.first, four, "fp8", "none") if kind is not None and kind in kinds]
+        return [*(_Choice(kind, "none", why) for kind in dict.fromkeys(few)), *fallback]
     if "fp8" in kinds:
         why = f"{n} sequences a step: FP8 halves weights and KV and doubles the arithmetic, for prompts too"
         return [_Choice("fp8", "fp8", why), *fallback]
@@ -246,17 +252,28 @@ def kv_share(case: Case, n: int) -> float:
     return kv / (kv + 2 * spec.num_parameters)
 
 
-def _latency_ms(case: Case, kind: str, n: int, tp: int) -> float:
-    """Prompt and whole answer, ms; infinite where it does not fit or cannot be quantized."""
-    chosen = quantization(kind, "none", case.spec, tp)
-    if chosen is None:
-        return float("inf")
-    if case.gpu is None:
-        return {"w4a16_awq": 0.0, "fp8": 1.0}.get(kind, 2.0)
-    found = price(case, Plan(chosen, tp=tp, concurrency=n))
-    if found.memory.max_sequences < n:
-        return float("inf")
-    return found.ttft_ms + found.tpot_ms * (case.scenario.output_tokens - 1)
+def _only_fp8_meets_ttft(case: Case, tp: int) -> bool:
+    """Whether the asked TTFT is met by FP8 weights and missed by W4A16."""
+    bound = case.scenario.slo.ttft_ms
+    fp8, four = (quantization(kind, "none", case.spec, tp) for kind in ("fp8", "w4a16_awq"))
+    if bound is None or case.gpu is None or fp8 is None or four is None:
+        return False
+    priced = price(case, Plan(fp8, tp=tp))
+    return priced.fits and priced.ttft_ms <= bound < price(case, Plan(four, tp=tp)).ttft_ms
+
+
+def few_kinds(case: Case, tp: int) -> list[str | None]:
+    """Formats to try in turn, each with its own best drafting; [None] where the tree decides without."""
+    n = -(-case.scenario.concurrency // max(1, case.count // tp))
+    scenario = case.scenario
+    if case.gpu is None or scenario.memory == "tight" or scenario.fidelity == "exact":
+        return [None]
+    if not 1 < n < WEIGHT_ONLY_LOSES_FROM:
+        return [None]
+    kinds = allowed_kinds(case, Path())
+    four = next((kind for kind in ("nvfp4", "w4a16_awq") if kind in kinds), None)
+    tried: list[str | None] = [kind for kind in (four, "fp8", "none") if kind in kinds]
+    return tried or [None]
 
 
 def _try(case: Case, path: Path, choice: _Choice, tp: int, replicas: int, wanted: int) -> Format | None:

@@ -36,6 +36,8 @@ def read_heads(source: str, target: ModelSpec, base: Path = Path(".")) -> Heads:
         folder = resolve_model(source, base, allow_network=False)
     except MissingError as error:
         raise MissingError(f"--heads {error}") from None
+    if (base / Path(source).expanduser()).is_dir():
+        source = str(folder)  # a recipe's relative paths start at its own folder, not here
     path = folder / "config.json"
     problems: list[Problem] = []
     values = read_json(path, problems)

@@ -48,6 +48,8 @@ class Case:
     evidence: Evidence | None = None
     only: tuple[str, ...] | None = None
     """Weights formats that named heads are documented for; None: all."""
+    first: str | None = None
+    """For a few users: the weights format to try first."""
     prices: dict[Plan, Estimate] = field(default_factory=dict, compare=False, hash=False)
 
     @property

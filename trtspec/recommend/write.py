@@ -66,4 +66,5 @@ def _given(found: Recommendation) -> dict[str, Any]:
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
