@@ -184,10 +184,10 @@ def main() -> None:
     }
     about = (
         "Tokens per target step by draft length (for trees: by depth), bonus token included. low and high "
-        "scale what a curve adds to 1: the spread over models and heads. temperature_1_factor scales the first "
-        "position at temperature 1: (tau-1) at 1 over (tau-1) at 0 of EAGLE-3, EAGLE-2 and SpS in arXiv "
-        "2503.01840v3, the nearest of them for methods that the paper lacks; draft models: alpha .62 for .75 "
-        "(arXiv 2211.17192, table 2). Written by benchmarks/priors.py."
+        "scale what a curve adds to 1: the spread over models and heads. temperature_1_factor scales the "
+        "first position at temperature 1: (tau-1) at 1 over (tau-1) at 0 of EAGLE-3, EAGLE-2 and SpS in "
+        "arXiv 2503.01840v3, the nearest of them for methods that the paper lacks; draft models: alpha .62 "
+        "for .75 (arXiv 2211.17192, table 2). Written by benchmarks/priors.py."
     )
     TARGET.write_text(json.dumps({"about": about, "methods": methods}, indent=1) + "\n", encoding="utf-8")
 

@@ -27,6 +27,9 @@ EXIT_PIPE = 141
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "recommend": ("trtspec.cli.recommend:recommend", "Recommend a recipe for a scenario, model and GPU."),
+    "estimate": ("trtspec.cli.estimate:estimate", "Price a recipe on a GPU: memory, latency, throughput."),
+    "sweep": ("trtspec.cli.estimate:sweep", "Vary alpha, K, batch, context ...; tables and plots."),
+    "explain": ("trtspec.cli.estimate:explain", "Trace a number to its formula, inputs and source."),
     "init": ("trtspec.cli.recipe:init", "Write a starter recipe, every key explained."),
     "lint": ("trtspec.cli.recipe:lint", "Check recipes; report every problem with line and key."),
     "schema": ("trtspec.cli.recipe:schema", "Print the recipe's JSON Schema or its reference."),
