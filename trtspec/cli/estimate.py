@@ -1,4 +1,4 @@
-"""``trtspec estimate``, ``sweep`` and ``explain``: a recipe's price, what moves it, where a number is from."""
+"""``trtspec estimate``, ``sweep`` and ``explain``: a recipe's price, what moves it, where it comes from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def _workload_options(function: _Function) -> _Function:
             click.option("--input-tokens", type=click.IntRange(1), help="Default: half of max_input_tokens."),
             click.option("--output-tokens", type=click.IntRange(1), default=256, show_default=True),
             click.option(
-                "--concurrency", type=click.IntRange(1), default=1, show_default=True, help="Requests at once."
+                "--concurrency", type=click.IntRange(1), default=1, show_default=True,
+                help="Requests in flight.",
             ),
             click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True),
             click.option(
@@ -135,7 +136,8 @@ def _lines(priced: views.Priced, e: Estimate, note: str) -> list[str]:
     boards = d.gpu.name if d.tp * d.pp == 1 else f"{d.tp * d.pp} x {d.gpu.name}"
     lines = [
         f"{boards}; {d.quantization.kind} weights, {d.quantization.kv_cache} KV, speculation "
-        f"{d.speculation.kind}; {w.input_tokens} in, {w.output_tokens} out, concurrency {w.concurrency}, {w.task}",
+        f"{d.speculation.kind}; {w.input_tokens} in, {w.output_tokens} out, concurrency "
+        f"{w.concurrency}, {w.task}",
         "",
         f"TPOT        {e.tpot_ms:9.3f} ms   [{low:.3f}, {high:.3f}]",
         f"TTFT        {e.ttft_ms:9.1f} ms",
@@ -146,14 +148,16 @@ def _lines(priced: views.Priced, e: Estimate, note: str) -> list[str]:
         lines += [
             f"speedup     {e.speedup:9.3f} x    over the same weights without drafting",
             f"acceptance  {e.acceptance_length:9.3f} tokens/step, bonus token included",
-            f"round       {e.round_ms:9.3f} ms   plain step {e.plain_step_ms:.3f} ms, draft {e.draft_ms:.3f} ms",
+            f"round       {e.round_ms:9.3f} ms   plain step {e.plain_step_ms:.3f} ms, "
+            f"drafting {e.draft_ms:.3f} ms",
             f"break-even  {limit:>9}      batch from which drafting loses",
         ]
     lines += [
         f"bound by    {e.bound:>9}",
         f"memory      {human_bytes(m.total_bytes):>9}      of {human_bytes(m.capacity_bytes)} a GPU: weights "
         f"{human_bytes(m.weights_bytes)}, draft {human_bytes(m.draft_weights_bytes)}, KV "
-        f"{human_bytes(m.kv_bytes)}, activations {human_bytes(m.activations_bytes)}, runtime {human_bytes(m.reserve_bytes)}",
+        f"{human_bytes(m.kv_bytes)}, activations {human_bytes(m.activations_bytes)}, "
+        f"runtime {human_bytes(m.reserve_bytes)}",
         f"sequences   {m.max_sequences:9}      of full length fit; {e.admitted} run together",
         f"basis       {e.basis:>9}      {note}".rstrip(),
     ]
@@ -205,7 +209,8 @@ def _values(text: str) -> tuple[str, list[float]]:
 @json_option
 def sweep(
     what: str, recipe: Path | None, vary: tuple[str, ...], metric: str, alpha: float, draft_tokens: int,
-    c: float, q_target: float, q_draft: float, plot_path: Path | None, force: bool, as_json: bool, **given: Any,
+    c: float, q_target: float, q_draft: float, plot_path: Path | None, force: bool, as_json: bool,
+    **given: Any,
 ) -> None:  # fmt: skip
     """Vary what matters and tabulate. VIEW is one of:
 

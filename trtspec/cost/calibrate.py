@@ -55,7 +55,8 @@ def _terms(measurement: Measurement, coef: Coefficients) -> tuple[float, float, 
     reads = line("plain.weights_ms") + line("plain.kv_ms")
     prefill = line("prefill.linear_ms") + line("prefill.attention_ms")
     exchange = line("plain.exchange_ms") + others * line("prefill.exchange_ms")
-    return reads, line("plain.compute_ms") + others * prefill, line("plain.latency_ms"), exchange
+    rows = line("plain.compute_ms") + line("plain.attend_ms")
+    return reads, rows + others * prefill, line("plain.latency_ms"), exchange
 
 
 def solve_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:

@@ -150,6 +150,21 @@ def decode_step(
         efficiency=coef.compute_efficiency,
         rate=rate(gpu, net.format),
     )
+    attend = ledger.compute(
+        "attend_ms",
+        "ms",
+        "1e3*factor*rows*4*context*attention_size*layers/(tp*pp)/(efficiency*rate)",
+        "QK and PV of every row over its context, in 16 bit",
+        factor=coef.attention_prefill_factor,
+        rows=rows,
+        context=context,
+        attention_size=net.attention_size,
+        layers=net.layers,
+        tp=tp,
+        pp=pp,
+        efficiency=coef.compute_efficiency,
+        rate=gpu.flops["bf16"] or rate(gpu, net.format),
+    )
     latency = ledger.compute(
         "latency_ms",
         "ms",
@@ -176,15 +191,16 @@ def decode_step(
     total = ledger.compute(
         "step_ms",
         "ms",
-        "weights + kv + compute + latency + exchange",
+        "weights + kv + compute + attend + latency + exchange",
         "the terms add",
         weights=weights,
         kv=kv,
         compute=compute,
+        attend=attend,
         latency=latency,
         exchange=exchange,
     )
-    return Step(total, weights + kv, compute, latency + exchange)
+    return Step(total, weights + kv, compute + attend, latency + exchange)
 
 
 @dataclass(frozen=True)
