@@ -70,8 +70,9 @@ class Scenario(_Mapping):
     """Requests in flight at once, at the busiest."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
     """0: greedy."""
-    copy_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
-    """Share of the answer's tokens that continue a phrase of the prompt or of the answer so far."""
+    copy_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Share of the answer's tokens that continue a phrase of the prompt or of the answer so far; null: as
+    published for the task."""
     fidelity: Fidelity
     """exact: no quality loss, strict acceptance; distribution: quantization within its gate, strict
     acceptance; approximate: acceptance may be approximate too."""

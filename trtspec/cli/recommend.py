@@ -167,7 +167,8 @@ def _render(found: Recommendation, model: NamedModel, explain: bool) -> Iterator
     yield click.style(f"{work.name}: {found.model} on {found.gpu}", bold=True)
     yield (
         f"  {work.task}, {work.input_tokens} in, {work.output_tokens} out, {work.concurrency} at once, "
-        f"temperature {work.temperature:g}, copies {work.copy_fraction:.0%}, fidelity {work.fidelity}"
+        f"temperature {work.temperature:g}, fidelity {work.fidelity}, copies "
+        + ("as usual for the task" if work.copy_fraction is None else f"{work.copy_fraction:.0%}")
     )
     yield f"  model: {model.origin}"
     yield ""

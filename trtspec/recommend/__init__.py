@@ -287,8 +287,8 @@ def _refuse(case: Case, tried: list[Path]) -> None:
     shorter = _context_that_fits(case)
     if shorter is not None:
         would.append(f"a shorter context (--input-tokens {shorter})")
-    gated = _fits(replace(case, scenario=scenario.model_copy(update={"fidelity": "distribution"}), prices={}))
-    if scenario.fidelity == "exact" and gated is not None:
+    gated = _gated_that_fits(case) if scenario.fidelity == "exact" else None
+    if gated is not None:
         lines.append(
             f"what would: {gated.label}, once its quality gate is passed (build and verify it, then "
             f"--report FILE){''.join('; or ' + text for text in would)}"
@@ -302,6 +302,14 @@ def _refuse(case: Case, tried: list[Path]) -> None:
 
 def _fits(case: Case) -> Format | None:
     found = (choose_format(case, Path(), tp) for tp in parallel_sizes(case))
+    return next((chosen for chosen in found if chosen is not None), None)
+
+
+def _gated_that_fits(case: Case) -> Format | None:
+    """The format that loses least quality of those that fit and only lack a passed gate."""
+    loose = case.scenario.model_copy(update={"fidelity": "distribution"})
+    kinds = [kind for kind in ("fp8", "w8a8_sq", "nvfp4", "w4a8_awq", "w4a16_awq") if case.only is None]
+    found = (_fits(replace(case, scenario=loose, only=(kind,), prices={})) for kind in kinds)
     return next((chosen for chosen in found if chosen is not None), None)
 
 

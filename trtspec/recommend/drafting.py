@@ -108,7 +108,7 @@ def _first(case: Case, paying: list[_Priced]) -> _Priced:
     they need neither memory nor a second model, and what they copy is not a prior but the text itself."""
     fastest = min(paying, key=lambda priced: priced.estimate.tpot_ms)
     ngram = next((priced for priced in paying if priced.method.kind == "ngram"), None)
-    if ngram is None or fastest.method.kind != "draft_model" or case.scenario.copy_fraction < REPETITIVE:
+    if ngram is None or fastest.method.kind != "draft_model" or case.copies < REPETITIVE:
         return fastest
     return ngram if ngram.estimate.tpot_ms <= CLEARLY * fastest.estimate.tpot_ms else fastest
 
@@ -293,12 +293,12 @@ def _draft_format(
 
 def _without_gpu(case: Case, path: Path, methods: list[Method], none: Drafting) -> Drafting:
     ngram = next((method for method in methods if method.kind == "ngram"), None)
-    if ngram is None or case.scenario.copy_fraction < 0.2:
-        text = f"n-gram drafts copy, and only {case.scenario.copy_fraction:.0%} of the answer repeats"
+    if ngram is None or case.copies < 0.2:
+        text = f"n-gram drafts copy, and only {case.copies:.0%} of the answer repeats"
         path.take("speculation", "none", text)
         return none
     speculation = ngram.options[3]
-    text = f"{case.scenario.copy_fraction:.0%} of the answer repeats; no training; verify measures the gain"
+    text = f"{case.copies:.0%} of the answer repeats; no training; verify measures the gain"
     path.take("speculation", name_of(speculation), text)
     return Drafting(speculation, ngram.acceptance, None, None)
 
@@ -310,7 +310,7 @@ def _why_it_wins(case: Case, kind: str, n: int) -> str:
         else f"{n} sequences are below its break-even batch"
     )
     if kind == "ngram":
-        repeats = f"{case.scenario.copy_fraction:.0%} of the answer repeats known text"
+        repeats = f"{case.copies:.0%} of the answer repeats known text"
         return f"{users}; {repeats}, and copying needs no training"
     if kind == "draft_model":
         draft = case.draft.source if case.draft else "the draft"
@@ -321,5 +321,5 @@ def _why_it_wins(case: Case, kind: str, n: int) -> str:
 def _why_it_loses(case: Case, priced: _Priced, n: int) -> str:
     where = f"{priced.gain:.2f}x at {n} sequence{'s' if n > 1 else ''}"
     if priced.method.kind == "ngram" and n == 1:
-        return f"{where}: free text (copy fraction {case.scenario.copy_fraction:g}) gives few matches"
+        return f"{where}: free text (copy fraction {case.copies:g}) gives few matches"
     return f"{where}: {MIN_GAIN:g}x is asked"

@@ -205,7 +205,8 @@ def _order(case: Case, path: Path, n: int, tp: int) -> list[_Choice]:
     ]
     if case.scenario.memory == "tight" and share >= KV_SHARE_THAT_MATTERS:
         # Long context: the cache is what fills the card.
-        why = f"memory-bound: KV cache first; it would be {share:.0%} of weights and KV in 16 bit"
+        why = f"memory-bound: KV cache first; it would be {share:.0%} of weights and KV in 16 bit; these "
+        why += "weights keep the kernels for an 8-bit cache"
         first = [
             _Choice(kind, "fp8", why)
             for kind in ("fp8", "none", "nvfp4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trtspec.cost.acceptance import prior_table
 from trtspec.cost.estimate import Deployment, Estimate, Workload, estimate
 from trtspec.hardware import Gpu
 from trtspec.known_models import NamedModel
@@ -55,6 +56,13 @@ class Case:
     @property
     def spec(self) -> ModelSpec:
         return self.model.spec
+
+    @property
+    def copies(self) -> float:
+        """The scenario's copy fraction, else the published one of its task."""
+        given = self.scenario.copy_fraction
+        published = prior_table()["methods"]["ngram"]["tasks"][self.scenario.task]["copy_fraction"]
+        return given if given is not None else float(published)
 
     @property
     def passed_weights(self) -> str | None:
