@@ -27,9 +27,10 @@ setup: $(VENV)/.installed  ## create .venv with CPU torch and everything that de
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "trtspec needs Python 3.10, 3.11 or 3.12; none found: make setup PYTHON=/path/to/python3.11"; exit 3; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 3; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_TORCH) $(TORCH) numpy==1.26.4
-	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "setting up $(VENV) with $(PYTHON): downloads about 0.5 GB, once; a minute or two"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_TORCH) $(TORCH) numpy==1.26.4
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 model: setup  ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) into the cache, once
@@ -38,7 +39,10 @@ model: setup  ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) into the cache,
 demo: model  ## build, serve, ask and verify a quantized, speculating model on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
 
-check: lint type test  ## everything that must be green: lint, types, layers, tests
+check: model  ## everything that must be green: lint, types, layers, tests; reports all that fails
+	@status=0; \
+	for part in lint type test; do $(MAKE) --no-print-directory $$part || { status=1; failed="$$failed $$part"; }; done; \
+	if [ $$status = 0 ]; then echo "make check: all green"; else echo "make check: failed:$$failed"; exit 1; fi
 
 lint: setup  ## style, layer contract, shipped recipes
 	$(BIN)/ruff format --check .

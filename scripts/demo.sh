@@ -11,7 +11,17 @@ server=
 bold= plain=
 if [ -t 1 ] && [ -z "${NO_COLOR:-}" ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 
-show() { printf '\n%s$ %s%s\n' "$bold" "$*" "$plain"; }
+show() {  # the command as it can be pasted into a shell
+    local words=$1 word
+    shift
+    for word in "$@"; do
+        case $word in
+            *[!A-Za-z0-9_./:=@-]*) word=\'${word//\'/\'\\\'\'}\' ;;
+        esac
+        words+=" $word"
+    done
+    printf '\n%s$ %s%s\n' "$bold" "$words" "$plain"
+}
 run() { show "$@"; "$@"; }
 # shellcheck disable=SC2329
 stop() {
@@ -49,7 +59,7 @@ run trtspec inspect "$engine"
 read -r http grpc metrics < <(free_ports 8000 8001 8002)
 ports=()
 if [ "$http" != 8000 ]; then ports=(--http-port "$http" --grpc-port "$grpc" --metrics-port "$metrics"); fi
-show trtspec serve "$engine" "${ports[@]}" "&"
+show trtspec serve "$engine" "${ports[@]}"
 trtspec serve "$engine" "${ports[@]}" --log "$work/server.log" --ready-file "$work/ready" &
 server=$!
 while [ ! -e "$work/ready" ]; do
@@ -62,8 +72,7 @@ run trtspec generate --engine "$engine" --url "127.0.0.1:$grpc" --stats --max-to
 request='{"text_input": "The capital of France is", "sampling_param_max_tokens": 8, "sampling_param_exclude_input_from_output": true}'
 url=http://127.0.0.1:$http/v2/models/tensorrt_llm/generate
 if command -v curl >/dev/null; then
-    show curl -s -H "'Content-Type: application/json'" -d "'$request'" "$url"
-    curl -s -H 'Content-Type: application/json' -d "$request" "$url"
+    run curl -s -H 'Content-Type: application/json' -d "$request" "$url"
     echo
 fi
 kill -TERM "$server"; wait "$server" || true; server=

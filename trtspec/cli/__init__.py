@@ -94,7 +94,7 @@ class _Verbs(click.Group):
 def cli(ctx: click.Context, debug: bool) -> None:
     """One recipe from checkpoint to verdict: quantize, speculate, serve and verify LLMs around TensorRT-LLM.
 
-    Every verb reads one YAML recipe; start with: trtspec init
+    One YAML recipe drives build, serve and verify; start with trtspec init or recommend.
     """
     ctx.ensure_object(Session).debug = debug
 
