@@ -56,5 +56,6 @@ def priced(
     """The estimate; fields of the workload by name, the rest go to the deployment."""
     work = {key: fields.pop(key) for key in list(fields) if key in Workload.__dataclass_fields__}
     given: dict[str, Any] = {"speculation": DRAFTING[drafting], "quantization": FORMATS[form], **fields}
-    deployment = Deployment(spec(size), find_gpu(gpu), draft_spec=spec("1B"), **given)
+    given.setdefault("draft_spec", spec("1B"))
+    deployment = Deployment(spec(size), find_gpu(gpu), **given)
     return estimate(deployment, Workload(**work))

@@ -82,6 +82,8 @@ def curve_from_lengths(lengths: Mapping[int, float], source: str, **fields: Any)
 
 def _gap_ratio(total: float, steps: int) -> float:
     """r with r + r^2 + ... + r^steps = total, at most 1."""
+    if total <= 0:
+        return 0.0
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
