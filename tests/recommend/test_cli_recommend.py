@@ -100,6 +100,23 @@ def test_a_scenario_by_options_alone_or_over_a_preset(capsys: pytest.CaptureFixt
     assert "misses the 1 ms" in captured.err
 
 
+def test_measured_step_times_recalibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [
+        {"input_tokens": 1024, "output_tokens": 512, "concurrency": n, "tpot_ms": 2 * ms}
+        for n, ms in ((1, 6.6), (8, 7.5), (16, 8.4), (32, 9.9), (64, 13.1))
+    ]
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({"schema": "trtspec.steps/1", "steps": steps}))
+    assert main([*BASIC, "--calibrate", str(path), "--json"]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert main([*BASIC, "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)
+    assert slow["estimate"]["basis"] == "calibrated"
+    assert slow["baseline"]["tpot_ms"] > 1.7 * usual["baseline"]["tpot_ms"]
+    path.write_text("{}")
+    assert main([*BASIC, "--calibrate", str(path)]) == 2
+
+
 def test_a_scenario_to_copy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["recommend", "--show-scenario", "edge-8gb"]) == 0
     path = tmp_path / "mine.yaml"

@@ -11,6 +11,9 @@ import click
 
 from trtspec.cli.output import json_option, print_json, print_warning
 from trtspec.cli.recipe import write_text
+from trtspec.cost.calibrate import read_calibration
+from trtspec.cost.estimate import Deployment
+from trtspec.cost.steps import DEFAULT, Coefficients
 from trtspec.cost.trace import fields as trace_fields
 from trtspec.errors import InputError, Problem
 from trtspec.hardware import Gpu, find_gpu
@@ -41,6 +44,7 @@ NO_GPU = ("none", "cpu")
     "--draft", metavar="DIR|ID|SIZE", help="A draft model; none: no draft model. Default: a published one."
 )
 @click.option("--report", metavar="FILE", help="A verify report: passed quality gate, measured acceptance.")
+@click.option("--calibrate", metavar="FILE", help="Step times measured on this GPU (16 bit, one GPU).")
 @click.option("--task", help="Kind of text: chat, code, math, qa, rag, summarization, translation.")
 @click.option("--input-tokens", type=int, help="Prompt of a typical request.")
 @click.option("--output-tokens", type=int, help="Answer of a typical request.")
@@ -68,6 +72,7 @@ def recommend(
     heads: str | None,
     draft: str | None,
     report: str | None,
+    calibrate: str | None,
     output: Path | None,
     force: bool,
     explain: bool,
@@ -101,6 +106,7 @@ def recommend(
         draft=_draft(draft, named),
         evidence=read_evidence(Path(report), named.source) if report is not None else None,
         weights=weights,
+        coefficients=_coefficients(calibrate, named, board),
     )
     text = recipe_text(found, _command())
     if str(output) == "-":
@@ -150,6 +156,17 @@ def _draft(source: str | None, target: NamedModel) -> NamedModel | None:
     if source == "none" or (source is None and target.draft is None):
         return None
     return find_model(source if source is not None else str(target.draft))
+
+
+def _coefficients(file: str | None, model: NamedModel, board: Gpu | None) -> Coefficients:
+    if file is None:
+        return DEFAULT
+    if board is None:
+        raise InputError("--calibrate refits the step times of a GPU; name it with --gpu")
+    found = read_calibration(Path(file), Deployment(model.spec, board))
+    if found.coefficients is None:
+        raise InputError(f"{file}: holds no step times; a verify report goes to --report")
+    return found.coefficients
 
 
 def _command() -> Sequence[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trtspec.cost.steps import DEFAULT, Coefficients
 from trtspec.errors import InconclusiveError, InputError
 from trtspec.hardware import Gpu
 from trtspec.known_models import NamedModel
@@ -51,9 +52,10 @@ def recommend(
     draft: NamedModel | None = None,
     evidence: Evidence | None = None,
     weights: str | None = None,
+    coefficients: Coefficients = DEFAULT,
 ) -> Recommendation:
     """The recipe for ``scenario`` on ``count`` GPUs (``gpu`` None: a machine without one). ``weights`` leaves
-    only that weights format.
+    only that weights format; ``coefficients`` are those of the step times.
 
     Raises InputError when nothing that is allowed fits, or the request contradicts itself, with what would
     fit; InconclusiveError when only a format fits whose quality gate has not been passed yet.
@@ -62,7 +64,7 @@ def recommend(
     path = Path()
     kind = _backend(path, gpu, backend, heads)
     only = (weights,) if weights is not None else None
-    case = Case(scenario, model, gpu, count, kind, heads, draft, evidence, only)
+    case = Case(scenario, model, gpu, count, kind, heads, draft, evidence, only, coefficients=coefficients)
     outcome = _decide(case, path)
     if heads is not None and weights is None and kind == "tensorrt" and heads.method in DOCUMENTED_UNDER:
         outcome = _with_or_without_heads(case, path, outcome)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from trtspec.cost.acceptance import prior_table
 from trtspec.cost.estimate import Deployment, Estimate, Workload, estimate
+from trtspec.cost.steps import DEFAULT, Coefficients
 from trtspec.hardware import Gpu
 from trtspec.known_models import NamedModel
 from trtspec.modelspec import ModelSpec
@@ -51,6 +52,7 @@ class Case:
     """Weights formats that named heads are documented for; None: all."""
     first: str | None = None
     """For a few users: the weights format to try first."""
+    coefficients: Coefficients = DEFAULT
     prices: dict[Plan, Estimate] = field(default_factory=dict, compare=False, hash=False)
 
     @property
@@ -78,7 +80,7 @@ def price(case: Case, plan: Plan) -> Estimate:
     known = case.prices.get(plan)
     if known is None:
         assert case.gpu is not None
-        known = estimate(deployment(case, plan), workload(case, plan))
+        known = estimate(deployment(case, plan), workload(case, plan), case.coefficients)
         case.prices[plan] = known
     return known
 
