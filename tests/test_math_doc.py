@@ -147,5 +147,5 @@ def test_links_lead_to_headings() -> None:
         for heading in re.findall(r"^## (.*)$", TEXT, re.M)
     }
     links = re.findall(r"\]\(#([^)]*)\)", TEXT)
-    assert len(links) == 11
+    assert len(links) == 12
     assert set(links) == anchors

@@ -106,7 +106,7 @@ def test_speculation_costs_memory() -> None:
 
 
 def test_what_is_not_admitted_queues_and_says_so() -> None:
-    """70B in FP8 with 8k of context on one B200 holds some 70 sequences: TPOT stops growing, TTFT does not."""
+    """70B in FP8 with 8k of context on one B200 holds some 70 sequences: TPOT stops, TTFT does not."""
     work = {"input_tokens": 8192, "output_tokens": 1024}
     some = priced("70B", "B200", form="fp8", concurrency=64, **work)
     many = priced("70B", "B200", form="fp8", concurrency=128, **work)
