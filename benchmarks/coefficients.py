@@ -1,7 +1,8 @@
 """Where the constants of the step-time law come from: python -m benchmarks.coefficients [--data DIR]
 
-One non-negative least-squares fit of the law's seven constants to the TPOT rows (relative errors), on all rows
-and on each system alone; a fit on one system is also tried on the others, whose rows it has not seen.
+One non-negative least-squares fit of the law's seven constants to the TPOT rows (relative errors), on all
+rows and on each system alone; a fit on one system is also tried on the others, whose rows it has not
+seen.
 """
 
 from __future__ import annotations

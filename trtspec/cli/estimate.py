@@ -34,12 +34,17 @@ def _workload_options(function: _Function) -> _Function:
             click.option("--draft", metavar="DIR|ID|SIZE", help="Instead of the recipe's draft model."),
             click.option("--task", default="chat", show_default=True, help="For acceptance from tables."),
             click.option("--input-tokens", type=click.IntRange(1), help="Default: half of max_input_tokens."),
-            click.option("--output-tokens", type=click.IntRange(1), default=256, show_default=True),
+            click.option(
+                "--output-tokens", type=click.IntRange(1), default=256, show_default=True,
+                help="Answer of a request.",
+            ),
             click.option(
                 "--concurrency", type=click.IntRange(1), default=1, show_default=True,
                 help="Requests in flight.",
             ),
-            click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True),
+            click.option(
+                "--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0: greedy."
+            ),
             click.option(
                 "--copy-fraction", type=click.FloatRange(0.0, 1.0), help="Share of the answer that is copied."
             ),
@@ -202,8 +207,20 @@ def _values(text: str) -> tuple[str, list[float]]:
 )
 @click.option("--c", type=click.FloatRange(0.0, min_open=True), default=10.0, show_default=True,
               help="Target step in draft steps, without a recipe.")  # fmt: skip
-@click.option("--q-target", type=click.FloatRange(0.0, min_open=True), default=2.0, show_default=True)
-@click.option("--q-draft", type=click.FloatRange(0.0, min_open=True), default=2.0, show_default=True)
+@click.option(
+    "--q-target",
+    type=click.FloatRange(0.0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Target: what quantization gains.",
+)
+@click.option(
+    "--q-draft",
+    type=click.FloatRange(0.0, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Draft: what quantization gains.",
+)
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write the plot: .svg or .png.")
 @click.option("--force", is_flag=True, help="Overwrite the plot.")
 @json_option
