@@ -37,6 +37,7 @@ def measured(truth: Coefficients, deployment: Deployment = PLAIN) -> list[Measur
 @given(st.floats(0.5, 1.0), st.floats(0.4, 1.0), st.floats(0.01, 0.2))
 def test_it_finds_the_constants_behind_exact_times(memory: float, compute: float, layer_ms: float) -> None:
     truth = replace(
+        DEFAULT,
         memory_efficiency=DEFAULT.memory_efficiency * memory,
         kv_efficiency=DEFAULT.kv_efficiency * memory,
         compute_efficiency=compute,
