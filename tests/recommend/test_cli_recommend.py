@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_a_scenario_to_copy(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert capsys.readouterr().out.startswith("mine: ")
 
 
+def test_the_commands_of_the_page_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "recommend.md").read_text()
+    commands = [line for line in page.splitlines() if line.startswith("trtspec recommend --")]
+    assert len(commands) == 4
+    for command in commands:
+        words = [str(tmp_path / word) if word == "chat.yaml" else word for word in shlex.split(command)[1:]]
+        words = ["8B" if word == "./checkpoint" else word for word in words]
+        assert main(words) == 0, command
+    assert (tmp_path / "chat.yaml").exists()
+
+
 REFUSED = [
     (["--model", "9B"], 2, "the nearest is 8B"),
     (["--gpu", "V100"], 2, "Known: A100-PCIe-80G"),
@@ -139,6 +151,8 @@ REFUSED = [
     (["--report", "nowhere.json"], 2, "nowhere.json"),
     (["--heads", "./nowhere"], 2, "no such folder"),
     (["--gpu", "A10"], 2, "rate"),
+    (["--weights", "nvfp4"], 2, "sm100"),
+    (["--weights", "fp8", "--fidelity", "exact"], 4, "quality gate"),
 ]
 
 

@@ -27,15 +27,13 @@ from trtspec.recommend.formats import (
     why_not,
 )
 from trtspec.recommend.heads import Heads
-from trtspec.recommend.methods import EXISTS_ON, name_of
+from trtspec.recommend.methods import DOCUMENTED_UNDER, EXISTS_ON, name_of
 from trtspec.recommend.pricing import BackendKind, Case, Plan, price
 from trtspec.recommend.sizes import build_recipe
 from trtspec.scenario import Scenario
 
 __all__ = ["Reason", "Recommendation", "Rejected", "recommend"]
 
-DOCUMENTED_UNDER = {"medusa": ("none", "fp8"), "eagle": ("none",)}
-"""Target formats that TensorRT-LLM documents for engines with these heads."""
 LARGEST_COUNT = 64
 CLEARLY_FASTER = 0.9
 """Share of the time per token from which the other format is worth a warning."""
@@ -65,6 +63,7 @@ def recommend(
     kind = _backend(path, gpu, backend, heads)
     only = (weights,) if weights is not None else None
     case = Case(scenario, model, gpu, count, kind, heads, draft, evidence, only, coefficients=coefficients)
+    _check_weights(case)
     outcome = _decide(case, path)
     if heads is not None and weights is None and kind == "tensorrt" and heads.method in DOCUMENTED_UNDER:
         outcome = _with_or_without_heads(case, path, outcome)
@@ -95,6 +94,19 @@ def _check(
         problems.append(f"{gpu.name} (sm{gpu.sm}) is older than TensorRT-LLM supports (sm80)")
     if problems:
         raise InputError("\n".join(problems))
+
+
+def _check_weights(case: Case) -> None:
+    """A weights format that was asked for must exist here and be allowed."""
+    for kind in case.only or ():
+        reason = why_not(kind, case)
+        if reason is not None:
+            raise InputError(f"--weights {kind}: {reason}")
+        if case.scenario.fidelity == "exact" and kind not in ("none", case.passed_weights):
+            raise InconclusiveError(
+                f"--weights {kind}: fidelity is exact; build it, let trtspec verify pass its quality gate, "
+                "and give the report (--report); or allow it with --fidelity distribution"
+            )
 
 
 def _backend(path: Path, gpu: Gpu | None, asked: BackendKind | None, heads: Heads | None) -> BackendKind:

@@ -213,7 +213,7 @@ def _order(case: Case, path: Path, n: int, tp: int) -> list[_Choice]:
             if kind in kinds and kv8(kind, case)
         ]
         return first + fallback
-    if case.scenario.memory == "tight" and four is not None:
+    if case.scenario.memory == "tight" and four is not None and n < WEIGHT_ONLY_LOSES_FROM:
         # Small card: the weights are what fills it.
         why = f"memory-bound, but the KV cache is only {share:.1%} of weights and KV: the weights go first"
         kv = "fp8" if kv8(four, case) else "none"
@@ -291,11 +291,12 @@ def _try(case: Case, path: Path, choice: _Choice, tp: int, replicas: int, wanted
         path.reject("memory", label(choice.kind, choice.kv), _misfit(case, plain, tp))
         return None
     sequences = min(held, wanted)
-    if choice.kind == "w4a16_awq" and case.backend != "embedded":
-        sequences = min(sequences, WEIGHT_ONLY_LOSES_FROM - 1)
+    text = f"holds {sequences} of {wanted} sequences at full length"
+    if choice.kind == "w4a16_awq" and case.backend != "embedded" and sequences >= WEIGHT_ONLY_LOSES_FROM:
+        sequences = WEIGHT_ONLY_LOSES_FROM - 1
+        text = f"is given {sequences} of {wanted} sequences: from {sequences + 1} on weight-only 4-bit loses"
     if sequences < wanted:
         plain = price(case, Plan(chosen, tp=tp, concurrency=sequences))
-        text = f"holds {sequences} of {wanted} sequences at full length"
         path.reject("memory", label(choice.kind, choice.kv), text, plain)
     return Format(chosen, tp, replicas, wanted, sequences, plain)
 

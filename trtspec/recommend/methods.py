@@ -25,7 +25,7 @@ from trtspec.recipe import (
 )
 from trtspec.recipe_facts import EMBEDDED_SPECULATION, SPECULATION_ON, drafted_positions
 from trtspec.recommend.decision import Path
-from trtspec.recommend.formats import Format, quantization, why_not
+from trtspec.recommend.formats import NAMES, Format, quantization, why_not
 from trtspec.recommend.pricing import Case
 
 LONGEST_CHAIN = 8
@@ -35,6 +35,8 @@ NEAREST = {
     ("pytorch", "medusa"): "eagle3", ("pytorch", "eagle"): "eagle3", ("pytorch", "lookahead"): "ngram",
     ("tensorrt", "eagle3"): "eagle",
 }  # fmt: skip
+DOCUMENTED_UNDER = {"medusa": ("none", "fp8"), "eagle": ("none",)}
+"""Target formats that TensorRT-LLM documents for engines with these heads."""
 ENDS_AT = "exists only on TensorRT-LLM engines, up to 1.2.1 (backend tensorrt)"
 EXISTS_ON = {
     "medusa": ENDS_AT, "lookahead": ENDS_AT, "eagle": ENDS_AT,
@@ -65,6 +67,13 @@ def methods(case: Case, path: Path, chosen: Format) -> Iterable[Method]:
             "speculation", heads.method, f"{where}; the nearest on {backend} is {nearest}"
             + (trained if nearest not in ("ngram", "lookahead") else ""),
         )  # fmt: skip
+    elif (
+        heads is not None
+        and backend == "tensorrt"
+        and chosen.quantization.kind not in DOCUMENTED_UNDER.get(heads.method, (chosen.quantization.kind,))
+    ):
+        names = " and ".join(NAMES[kind] for kind in DOCUMENTED_UNDER[heads.method])
+        path.reject("speculation", heads.method, f"its engines are documented under {names} only")
     elif heads is not None:
         yield from _headed(case, path, chosen)
     for kind in ("medusa", "eagle", "eagle3", "lookahead"):
