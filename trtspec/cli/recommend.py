@@ -12,9 +12,10 @@ import click
 from trtspec.cli.output import json_option, print_json, print_warning
 from trtspec.cli.recipe import write_text
 from trtspec.cost.calibrate import read_calibration
-from trtspec.cost.estimate import Deployment
+from trtspec.cost.estimate import Deployment, Estimate
 from trtspec.cost.steps import DEFAULT, Coefficients
 from trtspec.cost.trace import fields as trace_fields
+from trtspec.cost.trace import find_line
 from trtspec.errors import InputError, Problem
 from trtspec.hardware import Gpu, find_gpu
 from trtspec.known_models import NamedModel, find_model
@@ -204,7 +205,16 @@ def _render(found: Recommendation, model: NamedModel, explain: bool) -> Iterator
     yield "rejected" + " " * 37 + "TPOT ms   tokens/s"
     for rejected in sorted(found.rejected, key=lambda r: (r.step, r.tpot_ms or 0.0)):
         yield from _rejected(rejected)
+        if explain and rejected.estimate is not None:
+            yield from _short_trace(rejected.estimate)
     if explain:
+        for name, estimate in (
+            ("same weights, no drafting", found.plain),
+            ("16 bit, no drafting", found.baseline),
+        ):
+            if estimate is not None:
+                yield f"the row {name}"
+                yield from _short_trace(estimate)
         yield from _trace(found)
 
 
@@ -267,6 +277,17 @@ def _trace(found: Recommendation) -> Iterator[str]:
         yield f"  {line.name} = {line.value:.6g} {line.unit} = {line.formula}"
         inputs = ", ".join(f"{name} {value:.6g}" for name, value in line.inputs.items())
         yield from _wrapped(f"({inputs}); {line.source}" if line.source else f"({inputs})", "      ")
+
+
+def _short_trace(estimate: Estimate) -> Iterator[str]:
+    """The lines that a rejected alternative's time per token is made of."""
+    for name in ("verify.step_ms", "draft.step_ms", "draft_ms", "round_ms", "plain.step_ms", "tpot_ms"):
+        if name == "plain.step_ms" and find_line(estimate.trace, "round_ms") is not None:
+            continue
+        line = find_line(estimate.trace, name)
+        if line is not None:
+            inputs = ", ".join(f"{key} {value:.5g}" for key, value in line.inputs.items())
+            yield from _wrapped(f"{name} = {line.value:.5g} = {line.formula} ({inputs})", "        ")
 
 
 def _next_step(found: Recommendation, output: Path | None) -> str:

@@ -31,13 +31,20 @@ class Reason:
 
 @dataclass(frozen=True)
 class Rejected:
-    """An alternative that was looked at. ``rule`` is set when no number decided, else the two times are."""
+    """An alternative that was looked at. ``estimate`` prices it; None where a rule decided."""
 
     step: Step
     what: str
     because: str
-    tpot_ms: float | None = None
-    tokens_per_s: float | None = None
+    estimate: Estimate | None = None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        return self.estimate.tpot_ms if self.estimate else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.estimate.tokens_per_s if self.estimate else None
 
 
 @dataclass
@@ -54,10 +61,7 @@ class Path:
     def reject(self, step: Step, what: str, because: str, estimate: Estimate | None = None) -> None:
         if any(other.what == what and other.step == step for other in self.rejected):
             return
-        if estimate is None:
-            self.rejected.append(Rejected(step, what, because))
-        else:
-            self.rejected.append(Rejected(step, what, because, estimate.tpot_ms, estimate.tokens_per_s))
+        self.rejected.append(Rejected(step, what, because, estimate))
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
