@@ -213,8 +213,9 @@ def _limited(case: Case, path: Path, chosen: Format, methods: list[_Priced]) -> 
     path.take(
         "speculation", f"{name_of(speculation)}, at most {limit} sequences at once", text
         + "; above its break-even a draft costs more than it brings",
-        ("break-even batch", limit, ""), ("gain there", best.gain, "x"), ("gain at 1", one.gain, "x"),
+        ("pays up to batch", limit, ""), ("gain there", best.gain, "x"), ("gain at 1", one.gain, "x"),
         ("acceptance length", best.estimate.acceptance_length, "tokens/step"),
+        ("draft weights", best.estimate.memory.draft_weights_bytes / 2**30, "GiB"),
     )  # fmt: skip
     # At full concurrency nothing is drafted, so that is what the recipe is priced at.
     return Drafting(speculation, best.method.acceptance, version, chosen.plain)
