@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import MATRIX, PRESETS, broken_laws, chosen, draft_of, one_line, outcome
+from recommend_cases import MATRIX, PRESETS, broken_laws, chosen, draft_of, one_line, outcome
 
 from trtspec.cost.trace import recompute
 from trtspec.errors import InconclusiveError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases import broken_laws, chosen
+from recommend_cases import broken_laws, chosen
 
 from trtspec.recipe import Eagle3Speculation, MedusaSpeculation, TypicalAcceptance, W4A16AwqQuantization
 from trtspec.recommend import Recommendation

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from cases import broken_laws, draft_of
+from recommend_cases import broken_laws, draft_of
 
 from trtspec.errors import InconclusiveError, InputError
 from trtspec.hardware import all_gpus

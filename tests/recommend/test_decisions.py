@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import broken_laws, draft_of
+from recommend_cases import broken_laws, draft_of
 
 from trtspec.cost.acceptance import prior_table
 from trtspec.errors import InconclusiveError, InputError

@@ -1,6 +1,6 @@
 """The cases of the matrix, and the laws that each recommendation must keep.
 
-:func:`broken_laws` says what a recommendation violates; ``test_laws.py`` shows that it notices.
+:func:`broken_laws` says what a recommendation violates; ``test_recommend_laws.py`` shows that it notices.
 """
 
 from __future__ import annotations
