@@ -23,6 +23,7 @@ from trtspec.cost.acceptance import Curve, curve_from_lengths, expected_tokens
 from trtspec.cost.calibrate import Measurement, RoundLaw, RoundSample, fit_rounds, leave_one_out
 from trtspec.cost.estimate import Deployment, Workload, estimate
 from trtspec.cost.speculation import break_even_batch, constant_alpha, physical_problems, speedup
+from trtspec.cost.silicon import installed, predict
 from trtspec.errors import InputError
 from trtspec.hardware import Gpu, find_gpu
 from trtspec.known_models import known_models
@@ -151,7 +152,12 @@ def silicon(data: Path) -> list[Row]:
         errors = [_error(m) for m in rows]
         all_all += errors
         out.append(summary(name, "TPOT, all TP, uncalibrated", errors, (0.10, None, None)))
-    note = "; ".join(f"{n} rows left out: {why}" for why, n in left.items())
+    note = "; ".join(
+        [
+            "constants fitted once to both systems; benchmarks.coefficients fits one and tries the other",
+            *(f"{n} rows left out: {why}" for why, n in left.items()),
+        ]
+    )
     out.append(
         summary("silicon_steps, all groups", "TPOT, TP1, uncalibrated", one_all, (0.07, None, None), note)
     )
@@ -163,6 +169,29 @@ def silicon(data: Path) -> list[Row]:
     out.append(
         summary("silicon_steps, all groups", "TPOT, all TP, uncalibrated", all_all, (0.10, None, None))
     )
+    return out
+
+
+def side_by_side(data: Path) -> list[Row]:
+    """AIConfigurator and this model on the same TP1 rows; rows that it cannot price are counted."""
+    out = []
+    for (model, gpu, kind), rows in sorted(silicon_measurements(data)[0].items()):
+        theirs, ours, refused = [], [], 0
+        for m in rows:
+            if m.deployment.tp != 1:
+                continue
+            try:
+                (found,) = predict(m.deployment, [m.workload])
+            except InputError:
+                refused += 1
+                continue
+            theirs.append(found.tpot_ms / m.tpot_ms - 1)
+            ours.append(_error(m))
+        note = f"{refused} rows that it refuses are left out" if refused else ""
+        if theirs:
+            name = f"{model} {kind} {gpu}"
+            out.append(summary(name, "TPOT, TP1: AIConfigurator", theirs, note=note))
+            out.append(summary(name, "TPOT, TP1: this model, same rows", ours))
     return out
 
 
@@ -445,9 +474,16 @@ def run(data: Path) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Back-tests of the cost model.")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with oracles/*.csv")
+    parser.add_argument(
+        "--aiconfigurator", action="store_true", help="side by side, where installed; minutes"
+    )
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
     options = parser.parse_args()
     rows = run(options.data)
+    if options.aiconfigurator:
+        if not installed():
+            parser.error("aiconfigurator is not installed: pip install 'trtspec[silicon]'")
+        rows += side_by_side(options.data)
     print(f"python -m benchmarks.backtest --data {options.data}")
     print(render(rows))
     if options.json:

@@ -43,7 +43,7 @@ def test_it_finds_the_constants_behind_exact_times(memory: float, compute: float
         compute_efficiency=compute,
         layer_ms=layer_ms,
     )  # fmt: skip
-    fit = fit_steps(measured(truth))
+    fit = fit_steps(measured(truth), pull=0.0)
     assert max(map(abs, fit.errors)) < 1e-6
     assert fit.coefficients.memory_efficiency == pytest.approx(truth.memory_efficiency, rel=1e-4)
     assert fit.coefficients.compute_efficiency == pytest.approx(truth.compute_efficiency, rel=1e-4)
@@ -51,6 +51,17 @@ def test_it_finds_the_constants_behind_exact_times(memory: float, compute: float
     again = estimate(PLAIN, WORK[2], fit.coefficients)
     assert again.tpot_ms == pytest.approx(estimate(PLAIN, WORK[2], truth).tpot_ms, rel=1e-5)
     assert again.basis == "calibrated"
+    assert max(map(abs, fit_steps(measured(truth)).errors)) < 0.01
+
+
+def test_what_measurements_leave_open_stays_uncalibrated() -> None:
+    """At one batch and context, reads and latency cannot be told apart: neither may run away."""
+    rows = [Measurement(PLAIN, Workload(1024, 512, b), t) for b, t in ((1, 6.5), (2, 6.4), (4, 6.7))]
+    fit = fit_steps(rows, pull=0.05)
+    assert fit.coefficients.memory_efficiency == pytest.approx(DEFAULT.memory_efficiency, rel=0.1)
+    assert fit.coefficients.layer_ms == pytest.approx(DEFAULT.layer_ms, rel=0.25)
+    loose = fit_steps(rows, pull=0.0).coefficients
+    assert abs(loose.layer_ms / DEFAULT.layer_ms - 1) > abs(fit.coefficients.layer_ms / DEFAULT.layer_ms - 1)
 
 
 def test_one_time_scales_the_law() -> None:

@@ -52,6 +52,9 @@ def _workload_options(function: _Function) -> _Function:
                 "--calibrate", type=click.Path(path_type=Path), metavar="FILE",
                 help="A verify report or measured step times; see docs/math.md.",
             ),
+            click.option(
+                "--silicon", is_flag=True, help="Step times from AIConfigurator (trtspec[silicon])."
+            ),
         )
     ):  # fmt: skip
         function = option(function)
@@ -102,6 +105,11 @@ def _priced(recipe_path: Path, given: dict[str, Any]) -> tuple[views.Priced, str
         coefficients = calibration.coefficients or coefficients
         if calibration.curve is not None:
             deployment = replace(deployment, acceptance_curve=calibration.curve)
+    if given["silicon"]:
+        from trtspec.cost.silicon import silicon_coefficients
+
+        coefficients = silicon_coefficients(deployment, workload)
+        note = "; ".join(filter(None, (note, coefficients.source)))
     return views.Priced(deployment, workload, coefficients), note
 
 

@@ -89,13 +89,23 @@ def solve_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float
         free.pop(min(range(n), key=lambda k: x[k]))
 
 
-def _fit(terms: Sequence[tuple[float, float, float, float]], tpots: Sequence[float]) -> list[float]:
+PULL = 0.003
+"""Weight of the uncalibrated constants against one measurement: it decides only what measurements leave open,
+such as reads against latency when all are of one batch."""
+
+
+def _fit(
+    terms: Sequence[tuple[float, float, float, float]], tpots: Sequence[float], pull: float = PULL
+) -> list[float]:
     """Scale of reads, scale of multiplications, constant; relative errors are minimised. Communication keeps
     its uncalibrated value. One point fits one scale for both, two fit the two scales."""
     known = [t - c[3] for t, c in zip(tpots, terms, strict=True)]
     if len(terms) >= 3:
         rows = [[c[0] / t, c[1] / t, 1 / t] for c, t in zip(terms, tpots, strict=True)]
-        return solve_least_squares(rows, [k / t for k, t in zip(known, tpots, strict=True)])
+        targets = [k / t for k, t in zip(known, tpots, strict=True)]
+        latency = max(terms[0][2], 1e-9)
+        rows += [[pull, 0.0, 0.0], [0.0, pull, 0.0], [0.0, 0.0, pull / latency]]
+        return solve_least_squares(rows, [*targets, pull, pull, pull])
     targets = [(k - c[2]) / t for k, c, t in zip(known, terms, tpots, strict=True)]
     if len(terms) == 2:
         rows = [[c[0] / t, c[1] / t] for c, t in zip(terms, tpots, strict=True)]
@@ -104,8 +114,11 @@ def _fit(terms: Sequence[tuple[float, float, float, float]], tpots: Sequence[flo
     return [scale, scale, terms[0][2]]
 
 
-def fit_steps(measurements: Sequence[Measurement], start: Coefficients = DEFAULT) -> StepFit:
-    """The law with the scale of its reads, the scale of its multiplications and its latency refitted.
+def fit_steps(
+    measurements: Sequence[Measurement], start: Coefficients = DEFAULT, pull: float = PULL
+) -> StepFit:
+    """The law with the scale of its reads, the scale of its multiplications and its latency refitted;
+    ``pull`` as :data:`PULL`.
 
     All measurements must be of one model, GPU and parallelism. Raises InputError for none, or for times that
     the law cannot take (reads or multiplications that come out as nothing keep their uncalibrated constants).
@@ -122,7 +135,7 @@ def fit_steps(measurements: Sequence[Measurement], start: Coefficients = DEFAULT
         raise InputError("calibration takes measurements of one model on one GPU and one tp at a time")
     terms = [_terms(m, start) for m in measurements]
     tpots = [m.tpot_ms for m in measurements]
-    reads, multiplications, constant = _fit(terms, tpots)
+    reads, multiplications, constant = _fit(terms, tpots, pull)
     reads, multiplications = reads or 1.0, multiplications or 1.0
     errors = tuple(
         (c[0] * reads + c[1] * multiplications + constant + c[3]) / t - 1
