@@ -4,8 +4,10 @@
     ├── manifest.json   written last; without it the folder is not an engine
     ├── recipe.yaml     the exact bytes the build read
     ├── baseline/       the 16-bit source checkpoint (hard links, else copies)
-    └── target/         what the engine loads; absent when nothing is quantized
-        └── quantization_report.json   what quantization did to each layer
+    ├── target/         what the engine loads; absent when nothing is quantized
+    │   └── quantization_report.json   what quantization did to each layer
+    ├── draft/          the draft model; only when the recipe drafts with one
+    └── heads/          the trained draft heads; only when the recipe drafts with some
 
 Sizes and names are checked on every opening (they cost a ``stat`` each); contents on request, because
 reading gigabytes to answer ``trtspec list`` would be silly. Nothing here imports torch.
@@ -36,6 +38,10 @@ MANIFEST_FILE = "manifest.json"
 RECIPE_FILE = "recipe.yaml"
 TARGET_DIR = "target"
 BASELINE_DIR = "baseline"
+DRAFT_DIR = "draft"
+HEADS_DIR = "heads"
+MODEL_DIRS = (BASELINE_DIR, TARGET_DIR, DRAFT_DIR, HEADS_DIR)
+"""Folders of an engine that a build makes and an engine loads from."""
 REPORT_FILE = "quantization_report.json"
 
 _CHUNK_BYTES = 1 << 20
@@ -113,6 +119,10 @@ class Artifact:
     manifest: Manifest
     target_dir: Path
     baseline_dir: Path
+    draft_dir: Path | None = None
+    """The draft model; None when the recipe drafts without one."""
+    heads_dir: Path | None = None
+    """The trained draft heads; None when the recipe drafts without any."""
 
     @property
     def size_bytes(self) -> int:
@@ -334,7 +344,14 @@ def open_artifact(folder: Path, *, check_hashes: bool = False) -> Artifact:
         manifest=manifest,
         target_dir=folder / manifest.target,
         baseline_dir=folder / BASELINE_DIR,
+        draft_dir=_if_sealed(folder, DRAFT_DIR, manifest),
+        heads_dir=_if_sealed(folder, HEADS_DIR, manifest),
     )
+
+
+def _if_sealed(folder: Path, name: str, manifest: Manifest) -> Path | None:
+    """The folder ``name`` of the engine, if it was sealed with one."""
+    return folder / name if any(file.startswith(f"{name}/") for file in manifest.files) else None
 
 
 def file_problems(
@@ -376,7 +393,7 @@ def file_problems(
     for path in sealed_files(folder):
         name = path.relative_to(folder).as_posix()
         # A file added to a checkpoint can change how it loads; elsewhere it is somebody's note.
-        if name not in known and name.split("/")[0] in (TARGET_DIR, BASELINE_DIR):
+        if name not in known and name.split("/")[0] in MODEL_DIRS:
             report(name, "added after the engine was sealed")
     return problems
 

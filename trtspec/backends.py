@@ -53,9 +53,15 @@ def open_engine(artifact: Artifact, variant: Variant = "recipe", **overrides: An
             if overrides:
                 recipe = recipe.model_copy(update={"backend": _override(backend, overrides)})
             folder = artifact.baseline_dir if variant == "baseline" else artifact.target_dir
-            from trtspec.embedded.engine import open_embedded
+            from trtspec.embedded.opening import open_embedded
 
-            return open_embedded(recipe, folder, speculation=variant == "recipe")
+            return open_embedded(
+                recipe,
+                folder,
+                speculation=variant == "recipe",
+                draft_dir=artifact.draft_dir,
+                heads_dir=artifact.heads_dir,
+            )
         case TensorrtBackend() | PytorchBackend():
             raise MissingError(gpu_backend_message(backend.kind))
 

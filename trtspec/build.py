@@ -20,7 +20,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from trtspec import artifact, process
-from trtspec.artifact import BASELINE_DIR, MANIFEST_FILE, RECIPE_FILE, TARGET_DIR, Manifest, StepRecord
+from trtspec.artifact import (
+    BASELINE_DIR,
+    MANIFEST_FILE,
+    MODEL_DIRS,
+    RECIPE_FILE,
+    TARGET_DIR,
+    Manifest,
+    StepRecord,
+)
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.modelspec import check_weight_files, read_modelspec
 from trtspec.plan import ENGINES_DIR, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
@@ -223,7 +231,7 @@ def _run_steps(
             record = _do(plan, step, on_progress)
         records.append(record)
     wanted = {step.output for step in plan.steps}
-    for name in (BASELINE_DIR, TARGET_DIR):
+    for name in MODEL_DIRS:
         if plan.work / name not in wanted and (plan.work / name).exists():
             shutil.rmtree(plan.work / name)
     return records, known
@@ -414,6 +422,6 @@ def _keep_notes(old: Path, new: Path) -> None:
         return
     for path in artifact.sealed_files(old):
         name = path.relative_to(old)
-        if name.as_posix() not in sealed and name.parts[0] not in (BASELINE_DIR, TARGET_DIR):
+        if name.as_posix() not in sealed and name.parts[0] not in MODEL_DIRS:
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(path, new / name)

@@ -29,7 +29,8 @@ from trtspec.embedded import machine
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import DraftView
 from trtspec.embedded.drafters.ngram import NgramDrafter
-from trtspec.embedded.engine import EmbeddedEngine, open_embedded
+from trtspec.embedded.engine import EmbeddedEngine
+from trtspec.embedded.opening import open_embedded
 from trtspec.embedded.tree import Draft, chain
 from trtspec.engine import Output, Request, Sampling, generate
 from trtspec.errors import InputError, MissingError

@@ -18,46 +18,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trtspec.embedded.acceptance import Accepted, exact, rejection, typical
+from trtspec.embedded.acceptance import Accepted, exact
 from trtspec.embedded.batch import SequenceRows, StepBatch
 from trtspec.embedded.drafters import Drafter, DraftView
-from trtspec.embedded.drafters.ngram import NgramDrafter
 from trtspec.embedded.kvcache import PagedCache
-from trtspec.embedded.kvstore import KvStore, kv_bytes_per_slot
-from trtspec.embedded.machine import (
-    check_memory,
-    default_threads,
-    estimated_weight_bytes,
-    num_kv_pages,
-    torch_device,
-)
+from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.sampling import Draw, TargetLaw, generator_draw
 from trtspec.embedded.scheduler import ScheduledRows, Scheduler, SequenceState
 from trtspec.embedded.scoring import score_text
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, tree_mask, truncate
-from trtspec.embedded.weights import load_model
 from trtspec.engine import EngineStats, FinishReason, Output, Request, Sampling, Scores
 from trtspec.errors import InputError, Problem
-from trtspec.modelspec import read_modelspec
-from trtspec.recipe import (
-    Acceptance,
-    EmbeddedBackend,
-    ExactAcceptance,
-    Limits,
-    NgramSpeculation,
-    NoSpeculation,
-    Recipe,
-    RejectionAcceptance,
-    Speculation,
-    TypicalAcceptance,
-)
+from trtspec.recipe import Limits
 
 Accept = Callable[[Draft, TargetLaw, Draw], Accepted]
 
@@ -75,7 +52,8 @@ class _Counters:
 
 
 class EmbeddedEngine:
-    """:class:`trtspec.engine.Engine` over a :class:`Decoder`; :func:`open_embedded` makes one from a recipe.
+    """:class:`trtspec.engine.Engine` over a :class:`Decoder`; :func:`trtspec.embedded.opening.open_embedded`
+    makes one from a recipe.
 
     ``new_store`` gives a KV store of that many slots (one for the batch, one for each :meth:`score`).
     ``accept`` serves requests that sample; greedy ones use :func:`exact`, to which every strict acceptance
@@ -421,80 +399,3 @@ def _sampling_problems(sampling: Sampling) -> list[str]:
     if not 0 <= sampling.seed < 2**63:
         problems.append(f"seed {sampling.seed} is outside 0 .. 2^63 - 1")
     return problems
-
-
-# -------------------------------------------------------------------------- from a recipe
-
-
-def open_embedded(recipe: Recipe, target_dir: Path, *, speculation: bool = True) -> EmbeddedEngine:
-    """Load the target in ``target_dir`` and make the engine that ``recipe`` describes.
-
-    ``speculation`` False drafts nothing, whatever the recipe says. Sets torch's thread count for the process.
-    Raises InputError for what this backend cannot run and for a bad target folder, MissingError when the
-    machine lacks the device or the memory.
-    """
-    backend = recipe.backend
-    if not isinstance(backend, EmbeddedBackend):
-        raise InputError(
-            Problem(
-                f"{backend.kind} is not run by the embedded engine; allowed: embedded", key="backend.kind"
-            )
-        )
-    drafter = _drafter(recipe.speculation) if speculation else None
-    accept = _acceptance(recipe.acceptance)
-    device = torch_device(backend.device)
-    dtype = getattr(torch, backend.dtype)
-    torch.set_num_threads(backend.threads or default_threads())
-    spec = read_modelspec(target_dir)
-    limits, kv_format = recipe.limits, recipe.quantization.kv_cache
-    problems = []
-    if limits.max_seq_tokens > spec.max_positions:
-        found = f"{limits.max_seq_tokens} exceeds the model's {spec.max_positions} positions; lower it"
-        problems.append(Problem(found, key="limits.max_seq_tokens"))
-    if kv_format == "nvfp4":
-        found = "nvfp4 is not run by the embedded backend; use none, fp8 or int8"
-        problems.append(Problem(found, key="quantization.kv_cache"))
-    if problems or kv_format == "nvfp4":  # the second half is for the type checker
-        raise InputError(problems)
-    page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
-    num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)
-    check_memory(num_pages * page_bytes, estimated_weight_bytes(target_dir, dtype), limits, device)
-    model = load_model(target_dir, spec, dtype=dtype, device=device)
-    new_store = partial(
-        KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
-    )
-    return EmbeddedEngine(
-        model,
-        new_store,
-        num_pages=num_pages,
-        page_tokens=backend.page_tokens,
-        prefix_cache=backend.prefix_cache,
-        limits=limits,
-        drafter=drafter,
-        accept=accept,
-    )
-
-
-def _drafter(speculation: Speculation) -> Drafter | None:
-    match speculation:
-        case NoSpeculation():
-            return None
-        case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
-            return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
-        case _:
-            raise InputError(
-                Problem(
-                    f"{speculation.kind} is not run by the embedded backend yet; use none or ngram",
-                    key="speculation.kind",
-                )
-            )
-
-
-def _acceptance(acceptance: Acceptance) -> Accept:
-    match acceptance:
-        case ExactAcceptance():
-            return exact
-        case RejectionAcceptance():
-            return rejection
-        case TypicalAcceptance():
-            return partial(typical, epsilon=acceptance.epsilon, delta=acceptance.delta)

@@ -1,0 +1,131 @@
+"""From a recipe and an engine's folders to a running :class:`EmbeddedEngine`.
+
+:func:`_drafter` is the one match statement over the ways of drafting.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trtspec.embedded.acceptance import exact, rejection, typical
+from trtspec.embedded.drafters import Drafter
+from trtspec.embedded.drafters.ngram import NgramDrafter
+from trtspec.embedded.engine import Accept, EmbeddedEngine
+from trtspec.embedded.kvstore import KvStore, kv_bytes_per_slot
+from trtspec.embedded.machine import (
+    check_memory,
+    default_threads,
+    estimated_weight_bytes,
+    num_kv_pages,
+    torch_device,
+)
+from trtspec.embedded.model import Decoder
+from trtspec.embedded.weights import load_model
+from trtspec.errors import InputError, Problem
+from trtspec.modelspec import read_modelspec
+from trtspec.recipe import (
+    Acceptance,
+    EmbeddedBackend,
+    ExactAcceptance,
+    NgramSpeculation,
+    NoSpeculation,
+    Recipe,
+    RejectionAcceptance,
+    TypicalAcceptance,
+)
+from trtspec.recipe_facts import EMBEDDED_SPECULATION
+
+
+def open_embedded(
+    recipe: Recipe,
+    target_dir: Path,
+    *,
+    speculation: bool = True,
+    draft_dir: Path | None = None,
+    heads_dir: Path | None = None,
+) -> EmbeddedEngine:
+    """Load the target in ``target_dir`` and make the engine that ``recipe`` describes.
+
+    ``draft_dir`` and ``heads_dir`` hold the draft model and the trained heads of a recipe that drafts with
+    them. ``speculation`` False drafts nothing, whatever the recipe says. Sets torch's thread count for the
+    process. Raises InputError for what this backend cannot run and for a bad folder, MissingError when the
+    machine lacks the device or the memory.
+    """
+    backend = recipe.backend
+    if not isinstance(backend, EmbeddedBackend):
+        raise InputError(
+            Problem(
+                f"{backend.kind} is not run by the embedded engine; allowed: embedded", key="backend.kind"
+            )
+        )
+    if speculation:
+        _refuse_unknown_drafting(recipe)
+    accept = _acceptance(recipe.acceptance)
+    device = torch_device(backend.device)
+    dtype = getattr(torch, backend.dtype)
+    torch.set_num_threads(backend.threads or default_threads())
+    spec = read_modelspec(target_dir)
+    limits, kv_format = recipe.limits, recipe.quantization.kv_cache
+    problems = []
+    if limits.max_seq_tokens > spec.max_positions:
+        found = f"{limits.max_seq_tokens} exceeds the model's {spec.max_positions} positions; lower it"
+        problems.append(Problem(found, key="limits.max_seq_tokens"))
+    if kv_format == "nvfp4":
+        found = "nvfp4 is not run by the embedded backend; use none, fp8 or int8"
+        problems.append(Problem(found, key="quantization.kv_cache"))
+    if problems or kv_format == "nvfp4":  # the second half is for the type checker
+        raise InputError(problems)
+    page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
+    num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)
+    check_memory(num_pages * page_bytes, estimated_weight_bytes(target_dir, dtype), limits, device)
+    model = load_model(target_dir, spec, dtype=dtype, device=device)
+    new_store = partial(
+        KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
+    )
+    return EmbeddedEngine(
+        model,
+        new_store,
+        num_pages=num_pages,
+        page_tokens=backend.page_tokens,
+        prefix_cache=backend.prefix_cache,
+        limits=limits,
+        drafter=_drafter(recipe, model, draft_dir, heads_dir) if speculation else None,
+        accept=accept,
+    )
+
+
+def _refuse_unknown_drafting(recipe: Recipe) -> None:
+    """Before anything is loaded."""
+    kind = recipe.speculation.kind
+    if kind not in EMBEDDED_SPECULATION:
+        runs = f"{', '.join(EMBEDDED_SPECULATION[:-1])} or {EMBEDDED_SPECULATION[-1]}"
+        raise InputError(
+            Problem(f"{kind} is not run by the embedded backend yet; use {runs}", key="speculation.kind")
+        )
+
+
+def _drafter(
+    recipe: Recipe, target: Decoder, draft_dir: Path | None, heads_dir: Path | None
+) -> Drafter | None:
+    """What drafts for ``target``, which is loaded: its device and dtype are the drafter's."""
+    speculation = recipe.speculation
+    match speculation:
+        case NoSpeculation():
+            return None
+        case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
+            return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
+        case _:
+            raise ValueError(f"{speculation.kind} is listed as runnable and has no drafter")
+
+
+def _acceptance(acceptance: Acceptance) -> Accept:
+    match acceptance:
+        case ExactAcceptance():
+            return exact
+        case RejectionAcceptance():
+            return rejection
+        case TypicalAcceptance():
+            return partial(typical, epsilon=acceptance.epsilon, delta=acceptance.delta)
