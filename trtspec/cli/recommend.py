@@ -212,7 +212,7 @@ def _render(found: Recommendation, model: NamedModel, explain: bool) -> Iterator
             ("same weights, no drafting", found.plain),
             ("16 bit, no drafting", found.baseline),
         ):
-            if estimate is not None:
+            if estimate is not None and estimate.fits:
                 yield f"the row {name}"
                 yield from _short_trace(estimate)
         yield from _trace(found)
@@ -247,9 +247,13 @@ def _numbers(found: Recommendation) -> Iterator[str]:
     for name, estimate in rows:
         if estimate is None:
             continue
+        if not estimate.fits:
+            gib = estimate.memory.weights_bytes / 2**30
+            yield f"  {name:<26} does not fit: {gib:.1f} GiB of weights on each GPU"
+            continue
         low, high = estimate.interval
         memory = estimate.memory
-        fits = str(memory.max_sequences) if estimate.fits else "no"
+        fits = str(memory.max_sequences)
         yield (
             f"  {name:<26}{show(estimate.ttft_ms):>9}{show(estimate.tpot_ms):>9}"
             f"{show(low) + ' - ' + show(high):>16}{show(estimate.tokens_per_s):>10}"

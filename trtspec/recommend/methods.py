@@ -25,7 +25,7 @@ from trtspec.recipe import (
 )
 from trtspec.recipe_facts import EMBEDDED_SPECULATION, SPECULATION_ON, drafted_positions
 from trtspec.recommend.decision import Path
-from trtspec.recommend.formats import NAMES, Format, quantization, why_not
+from trtspec.recommend.formats import NAMES, Format, kv8, quantization, why_not
 from trtspec.recommend.pricing import Case
 
 LONGEST_CHAIN = 8
@@ -167,9 +167,8 @@ def draft_quantization(case: Case, chosen: Format) -> Quantization:
     if wanted in ("w4a16_awq", "nvfp4") or (wanted == "none" and chosen.sequences == 1):
         order = ["w4a16_awq", "nvfp4", "fp8"]
     for kind in order:
-        found = (
-            quantization(kind, "none", case.draft.spec, chosen.tp) if why_not(kind, case) is None else None
-        )
+        kv = "fp8" if chosen.quantization.kv_cache == "fp8" and kv8(kind, case) else "none"
+        found = quantization(kind, kv, case.draft.spec, chosen.tp) if why_not(kind, case) is None else None
         if found is not None:
             return found
     return NoQuantization(kind="none")
