@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published import CHEN, LEVIATHAN, WORKED
 from benchmarks.scores import Row, percentile, render, summary, truth
 from trtspec.cost.acceptance import Curve, curve_from_lengths, expected_tokens
 from trtspec.cost.calibrate import Measurement, RoundLaw, RoundSample, fit_rounds, leave_one_out
 from trtspec.cost.estimate import Deployment, Workload, estimate
-from trtspec.cost.speculation import break_even_batch, constant_alpha, physical_problems, speedup
 from trtspec.cost.silicon import installed, predict
+from trtspec.cost.speculation import break_even_batch, constant_alpha, physical_problems, speedup
 from trtspec.errors import InputError
 from trtspec.hardware import Gpu, find_gpu
 from trtspec.known_models import known_models
@@ -50,22 +51,6 @@ def rows_of(data: Path, name: str) -> list[dict[str, str]]:
 
 # --------------------------------------------------------------------------- closed forms
 
-LEVIATHAN = ((0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86))
-"""arXiv 2211.17192, table 1: alpha, gamma, speed with a free draft."""
-CHEN = ((7.00, 2.01), (5.73, 2.46))
-"""arXiv 2302.01318, table 1: ms per token and speedup of XSum greedy and HumanEval; plain 14.1, draft 1.8, K
-4."""
-WORKED = (
-    (3.3616, 4, 10.0, 1, 1, 2.4011),
-    (3.3616, 4, 10.0, 2, 2, 4.8023),
-    (3.3616, 4, 10.0, 2, 1, 3.7351),
-    (3.3616, 4, 10.0, 1, 2, 2.8013),
-    (3.3616, 4, 10.0, 2, 1.5, 4.3847),
-    (3.4, 5, 12.5, 1, 1, 2.4286),
-    (3.4, 5, 12.5, 2, 2, 4.8571),
-    (3.4, 5, 12.5, 2, 1, 3.7778),
-)
-
 
 def closed_forms(_data: Path) -> list[Row]:
     worked = [round(speedup(e, k, c, qt, qd), 4) == value for e, k, c, qt, qd, value in WORKED]
@@ -88,7 +73,9 @@ def closed_forms(_data: Path) -> list[Row]:
 
 
 def _spec(name: str) -> ModelSpec | None:
-    plain = name.split("/")[-1].lower().removesuffix("-instruct").removesuffix("-fp8")
+    plain = name.split("/")[-1].lower().removeprefix("meta-")
+    for suffix in ("-fp8", "-nvfp4", "-instruct"):
+        plain = plain.removesuffix(suffix)
     for model in known_models():
         if model.id.split("/")[-1].lower().removesuffix("-instruct") == plain:
             return model.spec
@@ -325,19 +312,22 @@ def _static_rate(spec: ModelSpec, gpu: Gpu, tp: int, quantization: Any, batch: i
 
 
 def formats(data: Path) -> list[Row]:
-    measured: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(dict)
+    measured: dict[tuple[str, str, int], dict[str, tuple[float, int]]] = defaultdict(dict)
     for row in rows_of(data, "modelopt_quant.csv"):
-        key = (f"{row['model']}-{row['params_B']}B", row["gpu"], row["tp"], int(row["batch"]))
-        measured[key][row["method"]] = float(row["tok_s"])
-    pairs, ratios, wins = [], [], []
-    for (model, gpu, tp, batch), rates in sorted(measured.items()):
+        tp = int(row["tp"])
+        key = (f"{row['model']}-{row['params_B']}B", row["gpu"], int(row["batch"]))
+        measured[key][row["method"]] = (float(row["tok_s"]) / tp, tp)
+    pairs: list[bool] = []
+    ratios: list[float] = []
+    wins: list[bool] = []
+    for (model, gpu, batch), cells in sorted(measured.items()):
         spec = _spec(model)
         if spec is None:
             continue
+        rates = {name: rate for name, (rate, _) in cells.items() if name in FORMATS}
         ours = {
-            name: _static_rate(spec, find_gpu(gpu), int(tp), FORMATS[name], batch)
+            name: _static_rate(spec, find_gpu(gpu), cells[name][1], FORMATS[name], batch) / cells[name][1]
             for name in rates
-            if name in FORMATS
         }
         for a in ours:
             for b in ours:
@@ -345,14 +335,17 @@ def formats(data: Path) -> list[Row]:
                     pairs.append(ours[a] > ours[b])
         if "BF16" in ours:
             ratios += [ours[n] / ours["BF16"] / (rates[n] / rates["BF16"]) - 1 for n in ours if n != "BF16"]
-            if "INT4-AWQ" in ours and tp == "1":
+            if "INT4-AWQ" in ours:
                 wins.append((ours["INT4-AWQ"] > ours["BF16"]) == (rates["INT4-AWQ"] > rates["BF16"]))
     return [
         truth(
-            "Model-Optimizer 8B, H200", "order of formats, all pairs", pairs, f"ties under {TIE:.0%} left out"
+            "Model-Optimizer, rate per GPU",
+            "order of formats, all pairs",
+            pairs,
+            f"ties under {TIE:.0%} left out",
         ),
-        truth("Model-Optimizer 8B, H200", "W4A16 against BF16 at each batch", wins),
-        summary("Model-Optimizer 8B, H200", "gain over BF16", ratios),
+        truth("Model-Optimizer, rate per GPU", "W4A16 against BF16 at each batch", wins),
+        summary("Model-Optimizer, rate per GPU", "gain over BF16", ratios),
     ]
 
 
@@ -420,12 +413,15 @@ def specbench(data: Path) -> list[Row]:
     """Prompt lookup against Medusa by task: summarization and translation must come out in the published
     order."""
     rows = rows_of(data, "specbench_leaderboard.csv")
-    gpu = find_gpu("A100-SXM-80G")
     right, errors = [], []
     specs = {"7B": "vicuna-7b-v1.3", "13B": "vicuna-13b-v1.3"}
     for row in rows:
         size = next((name for key, name in specs.items() if f"-{key}-" in row["model"]), None)
         if row["method"] != "PLD" or size is None:
+            continue
+        try:
+            gpu = find_gpu("A100-SXM-80G" if row["device"] == "A100" else row["device"])
+        except InputError:
             continue
         spec = _model(size)
         medusa = next(
@@ -444,8 +440,8 @@ def specbench(data: Path) -> list[Row]:
             right.append((e.speedup > m.speedup) == (float(row[task]) > float(medusa[task])))
             errors += [e.speedup / float(row[task]) - 1, m.speedup / float(medusa[task]) - 1]
     return [
-        truth("Spec-Bench, A100", "prompt lookup against Medusa, by task", right),
-        summary("Spec-Bench, A100", "speedup of the two", errors),
+        truth("Spec-Bench", "prompt lookup against Medusa, by task", right),
+        summary("Spec-Bench", "speedup of the two", errors),
     ]
 
 

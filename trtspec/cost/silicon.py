@@ -38,7 +38,7 @@ SYSTEMS = {
     "L40S": "l40s",
 }
 """GPU -> AIConfigurator's name of the system that it has measured."""
-GEMM = {"none": "bfloat16", "fp8": "fp8", "w4a16_awq": "int4_wo", "nvfp4": "nvfp4"}
+GEMM = {"none": "bfloat16", "fp8": "fp8_static", "w4a16_awq": "int4_wo", "nvfp4": "nvfp4"}
 KV = {"none": "bfloat16", "fp8": "fp8", "int8": "int8"}
 
 
@@ -78,7 +78,7 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
 
 def predict(deployment: Deployment, workloads: Sequence[Workload]) -> list[Prediction]:
     """AIConfigurator's TTFT and TPOT under TensorRT-LLM's in-flight batching; offline, from a config.json
-    in a temporary folder. Raises MissingError without the package, InputError for what it has not measured."""
+    in a temporary folder. Raises MissingError without the package, InputError for what it lacks."""
     if not installed():
         raise MissingError("measured kernel times need AIConfigurator; run: pip install 'trtspec[silicon]'")
     d = deployment
