@@ -31,6 +31,8 @@ class Gpu:
     nvlink_bytes_per_s: float | None
     pcie_bytes_per_s: float
     watts: float
+    sm_cycles_per_s: float
+    """Streaming multiprocessors times boost clock: what conversions of weight-only formats scale with."""
     source: str
     rank: Literal["primary", "secondary"]
     aliases: tuple[str, ...] = ()
@@ -66,6 +68,7 @@ def _gpu(row: dict[str, Any]) -> Gpu:
         nvlink_bytes_per_s=None if row["nvlink_gb_per_s"] is None else row["nvlink_gb_per_s"] * 1e9,
         pcie_bytes_per_s=row["pcie_gb_per_s"] * 1e9,
         watts=row["watts"],
+        sm_cycles_per_s=row["sms"] * row["boost_ghz"] * 1e9,
         source=row["source"],
         rank=row["rank"],
         aliases=tuple(row["aliases"]),

@@ -36,8 +36,8 @@ class Coefficients:
     allreduce_ms: float
     link_efficiency: float
     prefill_sync_ms: float
-    weight_only_gemv_efficiency: float
-    weight_only_gemm_efficiency: float
+    weight_only_gemv_per_cycle: float
+    weight_only_gemm_per_cycle: float
     weight_only_prefill_factor: float
     draft_step_ms: float
     round_ms: float
@@ -107,26 +107,34 @@ def decode_step(
 ) -> Step:
     """A forward of ``rows`` rows (verified positions of all sequences together) over ``sequences`` sequences
     of ``context`` known tokens each."""
-    weight_only = net.format in WEIGHT_ONLY
-    efficiency = coef.memory_efficiency
-    if weight_only:
+    if net.format in WEIGHT_ONLY:
         few = rows <= GEMV_ROWS
-        efficiency = coef.weight_only_gemv_efficiency if few else coef.weight_only_gemm_efficiency
-    weights = ledger.compute(
-        "weights_ms",
-        "ms",
-        "1e3*pp*weight_bytes/(efficiency*bandwidth)",
-        "every weight is read once a forward"
-        + (
-            f"; weight-only kernels, {'at most' if rows <= GEMV_ROWS else 'more than'} {GEMV_ROWS} rows"
-            if weight_only
-            else ""
-        ),
-        pp=pp,
-        weight_bytes=net.weight_bytes,
-        efficiency=efficiency,
-        bandwidth=gpu.bandwidth_bytes_per_s,
-    )
+        weights = ledger.compute(
+            "weights_ms",
+            "ms",
+            "1e3*max(pp*weight_bytes/(efficiency*bandwidth), layer_params/tp/(per_cycle*sm_cycles))",
+            "every weight is read once a forward, and converted before it multiplies; "
+            + (f"at most {GEMV_ROWS} rows" if few else f"more than {GEMV_ROWS} rows"),
+            pp=pp,
+            weight_bytes=net.weight_bytes,
+            efficiency=coef.memory_efficiency,
+            bandwidth=gpu.bandwidth_bytes_per_s,
+            layer_params=net.layer_params,
+            tp=tp,
+            per_cycle=coef.weight_only_gemv_per_cycle if few else coef.weight_only_gemm_per_cycle,
+            sm_cycles=gpu.sm_cycles_per_s,
+        )
+    else:
+        weights = ledger.compute(
+            "weights_ms",
+            "ms",
+            "1e3*pp*weight_bytes/(efficiency*bandwidth)",
+            "every weight is read once a forward",
+            pp=pp,
+            weight_bytes=net.weight_bytes,
+            efficiency=coef.memory_efficiency,
+            bandwidth=gpu.bandwidth_bytes_per_s,
+        )
     kv = ledger.compute(
         "kv_ms",
         "ms",
