@@ -115,6 +115,11 @@ def test_break_even_finds_the_crossing(crossing: int) -> None:
     assert found == (crossing if crossing <= 512 else None)
 
 
+def test_break_even_sees_a_dip_that_recovers() -> None:
+    """The host's work stops growing at some batch: the speedup may fall below 1 around it only."""
+    assert break_even_batch(lambda b: 0.9 if 20 <= b <= 30 else 1.1) == 20
+
+
 def test_physical_checks() -> None:
     assert physical_problems(speedup_found=2.5, acceptance_length=2.6, num_draft=3) == []
     assert len(physical_problems(speedup_found=2.7, acceptance_length=2.6, num_draft=3)) == 1

@@ -111,18 +111,17 @@ def best_tree_size(
 
 
 def break_even_batch(speedup_at: Callable[[int], float], largest: int = 512) -> int | None:
-    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``. 1
-    where speculation does not pay even alone. Doubling finds the bracket, bisection the batch: speedups that
-    rise again inside a bracket are not looked for."""
-    if speedup_at(1) < 1.0:
-        return 1
-    low, high = 1, 2
-    while high <= largest and speedup_at(high) >= 1.0:
-        low, high = high, 2 * high
-    if high > largest:
-        if low >= largest or speedup_at(largest) >= 1.0:
-            return None
-        high = largest
+    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``. 1 where
+    speculation does not pay even alone. Powers of two and their middles find the bracket, bisection the batch:
+    a dip that lies wholly between two of them is not seen."""
+    tried = sorted({b for n in range(largest.bit_length()) for b in (2**n, 3 * 2**n // 2) if b <= largest})
+    low = 0
+    for high in (*tried, largest):
+        if speedup_at(high) < 1.0:
+            break
+        low = high
+    else:
+        return None
     while high - low > 1:
         middle = (low + high) // 2
         if speedup_at(middle) < 1.0:
