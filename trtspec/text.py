@@ -155,6 +155,50 @@ class Tokenizer:
         return InputError(Problem(f"chat template: {_first_line(error)}", str(self._folder)))
 
 
+# Words, code, numbers, other scripts, an emoji of several code points, white space that may be merged.
+_SAMPLE_TEXTS = (
+    "The quick brown fox jumps over the lazy dog, isn't it? It's 3:45 p.m.",
+    "def f(x):\n    return {'a': [x ** 2, None]}  # comment\n\n\tpass\r\n",
+    "3.14159 1,000,000 0xFF 1e-9 2024-01-31 2^10 = 1024",
+    "Größe naïve Ünïcode; e\u0301 is e with an accent; ½ № ﬁ",
+    "中文分词测试。日本語のテキスト 한국어 العربية עברית ไทย हिन्दी",
+    "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{PERSONAL COMPUTER} \N{GRINNING FACE}\u00a0\u3000\u200b",
+    "  two  spaces   and    more     \n \n  end ",
+)
+
+
+def same_tokenizer(target: Tokenizer, draft: Tokenizer) -> list[str]:
+    """How ``draft`` differs from ``target`` where one model's token ids are read by the other; [] if nowhere.
+
+    Compared are the vocabulary with its ids, the special tokens, and sample texts encoded and decoded. Which
+    special token plays which part (end of turn, padding) may differ, as it does between a base and an
+    instruct model: only the target ends an answer.
+    """
+    differences = []
+    own, other = target._tokenizer.get_vocab(), draft._tokenizer.get_vocab()
+    for what, unlike in (
+        ("are missing", sorted(own.keys() - other.keys())),
+        ("are not the target's", sorted(other.keys() - own.keys())),
+        ("have other ids", sorted(token for token, at in own.items() if other.get(token, at) != at)),
+    ):
+        if unlike:
+            differences.append(f"vocabulary: {len(unlike)} tokens {what}, first {unlike[0]!r}")
+    specials, others = (
+        {token.content for token in one._tokenizer.get_added_tokens_decoder().values() if token.special}
+        for one in (target, draft)
+    )
+    if specials != others:
+        unlike = sorted(specials ^ others)
+        differences.append(f"special tokens: {len(unlike)} are special in only one, first {unlike[0]!r}")
+    for text in (*_SAMPLE_TEXTS, "".join(sorted(specials & others))):
+        ids, others_ids = target._tokenizer.encode(text).ids, draft._tokenizer.encode(text).ids
+        if ids != others_ids:
+            differences.append(f"round trip: {text!r} has {len(ids)} tokens, here {len(others_ids)} others")
+        elif target.decode(ids, False) != draft.decode(ids, False):
+            differences.append(f"round trip: the tokens of {text!r} decode to {draft.decode(ids, False)!r}")
+    return differences
+
+
 class Detokenizer:
     """Decodes one growing token sequence; special tokens are skipped.
 

@@ -7,6 +7,7 @@ branch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +34,15 @@ def generator_draw(seed: int) -> Draw:
         return inverse_cdf(weights, float(torch.rand((), dtype=torch.float64, generator=generator)))
 
     return draw
+
+
+def draft_draw(seed: int) -> Draw:
+    """The Draw of whoever drafts for the request of that seed: a stream apart from the request's own.
+
+    Rejection sampling is strict only if candidates are drawn independently of the coins that judge them.
+    """
+    digest = hashlib.sha256(b"draft %d" % seed).digest()
+    return generator_draw(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def inverse_cdf(weights: Tensor, uniform: float) -> int:
