@@ -215,6 +215,22 @@ def test_pipeline_stages_share_the_weights_not_the_time() -> None:
     assert two.tpot_ms == pytest.approx(one.tpot_ms, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("size", "gpu", "form", "tokens_per_s"),
+    [
+        ("8B", "H100-SXM", "none", 158.34),  # SGLang documentation, speculative decoding
+        ("8B", "H200-SXM", "none", 189.98),  # SpecForge SpecBundle, baseline on MT-bench
+        ("70B", "H200-SXM", "fp8", 51.14),  # NVIDIA blog, Llama-3.3-70B without draft
+    ],
+)
+def test_published_rates_that_no_step_constant_was_fitted_to(
+    size: str, gpu: str, form: str, tokens_per_s: float
+) -> None:
+    e = priced(size, gpu, form=form, input_tokens=200, output_tokens=400)
+    assert 1e3 / e.tpot_ms == pytest.approx(tokens_per_s, rel=0.10)
+    assert e.interval[0] < 1e3 / tokens_per_s < e.interval[1]
+
+
 def test_slo_decides_goodput() -> None:
     e = priced(concurrency=16)
     assert e.goodput_per_s(ttft_ms=None, tpot_ms=None) == e.tokens_per_s

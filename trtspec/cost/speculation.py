@@ -111,10 +111,12 @@ def best_tree_size(
 
 
 def break_even_batch(speedup_at: Callable[[int], float], largest: int = 512) -> int | None:
-    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``. 1 where
-    speculation does not pay even alone. Powers of two and their middles find the bracket, bisection the batch:
-    a dip that lies wholly between two of them is not seen."""
-    tried = sorted({b for n in range(largest.bit_length()) for b in (2**n, 3 * 2**n // 2) if b <= largest})
+    """The smallest batch at which ``speedup_at`` is below 1; None where it never is up to ``largest``; 1
+    where speculation does not pay even alone. Powers of two and their middles find the bracket, bisection
+    the batch: a dip that lies wholly between two of them is not seen."""
+    tried: list[int] = sorted(
+        {b for n in range(largest.bit_length()) for b in (2**n, 3 * 2**n // 2) if b <= largest}
+    )
     low = 0
     for high in (*tried, largest):
         if speedup_at(high) < 1.0:
