@@ -12,6 +12,7 @@ import torch
 
 from trtspec.embedded.acceptance import exact, rejection, typical
 from trtspec.embedded.drafters import Drafter
+from trtspec.embedded.drafters.draft_model import DraftModelDrafter
 from trtspec.embedded.drafters.ngram import NgramDrafter
 from trtspec.embedded.engine import Accept, EmbeddedEngine
 from trtspec.embedded.kvstore import KvStore, kv_bytes_per_slot
@@ -28,8 +29,10 @@ from trtspec.errors import InputError, Problem
 from trtspec.modelspec import read_modelspec
 from trtspec.recipe import (
     Acceptance,
+    DraftModelSpeculation,
     EmbeddedBackend,
     ExactAcceptance,
+    Limits,
     NgramSpeculation,
     NoSpeculation,
     Recipe,
@@ -37,6 +40,7 @@ from trtspec.recipe import (
     TypicalAcceptance,
 )
 from trtspec.recipe_facts import EMBEDDED_SPECULATION
+from trtspec.text import Tokenizer, same_tokenizer
 
 
 def open_embedded(
@@ -80,7 +84,12 @@ def open_embedded(
         raise InputError(problems)
     page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
     num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)
-    check_memory(num_pages * page_bytes, estimated_weight_bytes(target_dir, dtype), limits, device)
+    weight_bytes = estimated_weight_bytes(target_dir, dtype)
+    if speculation and isinstance(recipe.speculation, DraftModelSpeculation):
+        draft_dir = _checked_draft(recipe.speculation, target_dir, draft_dir, limits)
+        page_bytes += _draft_slot_bytes(recipe.speculation, draft_dir, dtype) * backend.page_tokens
+        weight_bytes += estimated_weight_bytes(draft_dir, dtype)
+    check_memory(num_pages * page_bytes, weight_bytes, limits, device)
     model = load_model(target_dir, spec, dtype=dtype, device=device)
     new_store = partial(
         KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
@@ -92,7 +101,7 @@ def open_embedded(
         page_tokens=backend.page_tokens,
         prefix_cache=backend.prefix_cache,
         limits=limits,
-        drafter=_drafter(recipe, model, draft_dir, heads_dir) if speculation else None,
+        drafter=_drafter(recipe, model, num_pages, draft_dir, heads_dir) if speculation else None,
         accept=accept,
     )
 
@@ -108,17 +117,89 @@ def _refuse_unknown_drafting(recipe: Recipe) -> None:
 
 
 def _drafter(
-    recipe: Recipe, target: Decoder, draft_dir: Path | None, heads_dir: Path | None
+    recipe: Recipe, target: Decoder, num_pages: int, draft_dir: Path | None, heads_dir: Path | None
 ) -> Drafter | None:
-    """What drafts for ``target``, which is loaded: its device and dtype are the drafter's."""
+    """What drafts for ``target``, which is loaded: its device and dtype are the drafter's.
+
+    ``num_pages`` of the target's KV cache; a drafter with one of its own gets as many.
+    """
     speculation = recipe.speculation
     match speculation:
         case NoSpeculation():
             return None
         case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
             return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
+        case DraftModelSpeculation():
+            return _draft_model(recipe, speculation, target, num_pages, draft_dir)
         case _:
             raise ValueError(f"{speculation.kind} is listed as runnable and has no drafter")
+
+
+def _checked_draft(
+    speculation: DraftModelSpeculation, target_dir: Path, draft_dir: Path | None, limits: Limits
+) -> Path:
+    """The folder of a draft model that fits the target; InputError with everything that does not."""
+    if draft_dir is None:
+        found = "the engine holds no draft model (folder draft); build it again"
+        raise InputError(Problem(found, key="speculation.model"))
+    spec = read_modelspec(draft_dir)
+    problems = [
+        Problem(
+            f"{found}; a draft needs the target's tokenizer", file=str(draft_dir), key="speculation.model"
+        )
+        for found in same_tokenizer(Tokenizer.load(target_dir), Tokenizer.load(draft_dir))
+    ]
+    if limits.max_seq_tokens > spec.max_positions:
+        found = f"{limits.max_seq_tokens} exceeds the draft model's {spec.max_positions} positions; lower it"
+        problems.append(Problem(found, key="limits.max_seq_tokens"))
+    if speculation.quantization.kv_cache == "nvfp4":
+        found = "nvfp4 is not run by the embedded backend; use none, fp8 or int8"
+        problems.append(Problem(found, key="speculation.quantization.kv_cache"))
+    if problems:
+        raise InputError(problems)
+    return draft_dir
+
+
+def _draft_slot_bytes(speculation: DraftModelSpeculation, draft_dir: Path, dtype: torch.dtype) -> int:
+    kv_format = speculation.quantization.kv_cache
+    assert kv_format != "nvfp4"
+    return kv_bytes_per_slot(read_modelspec(draft_dir), dtype, kv_format)
+
+
+def _draft_model(
+    recipe: Recipe,
+    speculation: DraftModelSpeculation,
+    target: Decoder,
+    num_pages: int,
+    draft_dir: Path | None,
+) -> DraftModelDrafter:
+    """The drafter over the model in ``draft_dir``, which :func:`_checked_draft` found to fit."""
+    kv_format = speculation.quantization.kv_cache
+    assert draft_dir is not None
+    assert isinstance(recipe.backend, EmbeddedBackend)
+    assert kv_format != "nvfp4"
+    spec = read_modelspec(draft_dir)
+    model = load_model(draft_dir, spec, dtype=target.dtype, device=target.device)
+    new_store = partial(
+        KvStore,
+        spec,
+        dtype=target.dtype,
+        kv_format=kv_format,
+        scales=model.kv_scales,
+        device=target.device,
+    )
+    return DraftModelDrafter(
+        model,
+        new_store,
+        num_draft_tokens=speculation.num_draft_tokens,
+        num_pages=num_pages,
+        page_tokens=recipe.backend.page_tokens,
+        max_rows=recipe.limits.max_num_tokens,
+        vocab_size=target.spec.vocab_size,
+        prefix_cache=recipe.backend.prefix_cache,
+        sampled=isinstance(recipe.acceptance, RejectionAcceptance),
+        max_concurrency=speculation.max_concurrency,
+    )
 
 
 def _acceptance(acceptance: Acceptance) -> Accept:
