@@ -9,7 +9,6 @@ left out. Rows that cannot be priced are counted and named, never dropped in sil
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections import Counter, defaultdict
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import CHEN, LEVIATHAN, WORKED
-from benchmarks.scores import Row, percentile, render, summary, truth
+from benchmarks.scores import Row, percentile, render, rows_of, summary, truth
 from trtspec.cost.acceptance import Curve, curve_from_lengths, expected_tokens
 from trtspec.cost.calibrate import Measurement, RoundLaw, RoundSample, fit_rounds, leave_one_out
 from trtspec.cost.estimate import Deployment, Workload, estimate
@@ -42,11 +41,6 @@ from trtspec.recipe import (
 )
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-def rows_of(data: Path, name: str) -> list[dict[str, str]]:
-    with (data / "oracles" / name).open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 # --------------------------------------------------------------------------- closed forms
@@ -257,7 +251,8 @@ def specbundle(data: Path) -> list[Row]:
             "speedup, leave one task out",
             list(errors.values()),
             (0.033, 0.14, None),
-            f"{', '.join(sorted(void))} left out: speedup over acceptance length",
+            f"{', '.join(sorted(void))} left out: speedup over acceptance length; "
+            "UNSHARED was chosen on these models",
         ),
         summary("SpecBundle", "the same, dense Llama", dense, (0.010, 0.055, None)),
         Row(
@@ -342,7 +337,7 @@ def formats(data: Path) -> list[Row]:
             "Model-Optimizer, rate per GPU",
             "order of formats, all pairs",
             pairs,
-            f"ties under {TIE:.0%} left out",
+            f"ties under {TIE:.0%} left out; weight-only constants are from the 8B rows",
         ),
         truth("Model-Optimizer, rate per GPU", "W4A16 against BF16 at each batch", wins),
         summary("Model-Optimizer, rate per GPU", "gain over BF16", ratios),
@@ -380,7 +375,14 @@ def eagle_batches(data: Path) -> list[Row]:
         crossing = break_even_batch(lambda b, n=length, cost=cost: n / cost(b))  # type: ignore[misc]
         name = f"{method}, {engine}/{gpu_name}"
         errors = [predicted[b] / r - 1 for b, r in ratios.items() if b != smallest]
-        out.append(summary(name, "throughput ratio by batch", errors, note=f"acceptance length {length:.2f}"))
+        out.append(
+            summary(
+                name,
+                "throughput ratio by batch",
+                errors,
+                note=f"acceptance length {length:.2f}; the host's work per sequence was set on these curves",
+            )
+        )
         below = [b for b, r in sorted(ratios.items()) if r < 1]
         if below:
             above = max((b for b in ratios if b < below[0]), default=1)
@@ -404,7 +406,13 @@ def curves(data: Path) -> list[Row]:
         errors.append(expected_tokens(curve, 8) / lengths[8] - 1)
         geometric.append(constant_alpha(min(lengths[1] - 1, 0.9999), 8) / lengths[8] - 1)
     return [
-        summary("InferenceX", "K = 8 from the first four positions", errors, (None, None, 0.10)),
+        summary(
+            "InferenceX",
+            "K = 8 from the first four positions",
+            errors,
+            (None, None, 0.10),
+            "DECAY was chosen on six of these rows",
+        ),
         summary("InferenceX", "K = 8 from one alpha (for comparison)", geometric),
     ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,8 @@ def render(rows: Sequence[Row]) -> str:
         line = f"{r.source:42} {r.what:46} {r.n:4} {errors}  {goals} {verdict}"
         lines.append(line.rstrip() + (f"  [{r.note}]" if r.note else ""))
     return "\n".join(lines)
+
+
+def rows_of(data: Path, name: str) -> list[dict[str, str]]:
+    with (data / "oracles" / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
