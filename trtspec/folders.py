@@ -3,7 +3,8 @@
 Work goes on in ``OUT.partial-PID`` beside ``OUT`` and is renamed at the end, so a reader of ``OUT`` never
 sees half of it, whatever kills the writer. The writer holds a lock (``flock``) on the partial folder
 itself: it vanishes with the process, so the next run can tell what was left behind from what is being
-written now without trusting process ids, and no lock file remains.
+written now without trusting process ids, and no lock file remains. A mark in the partial folder says that it
+is ours: somebody's own folder of such a name is never removed.
 """
 
 from __future__ import annotations
@@ -11,39 +12,49 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trtspec.errors import InputError
+from trtspec.user_files import explain_os_error, sync_folder
+
+MARK = ".trtspec-partial"
+"""The file that marks a partial folder as ours; it is taken out when the folder is renamed."""
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, *, say: Callable[[str], None] = lambda line: None) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``out`` when the block ends without an exception.
+def new_folder(
+    out: Path, *, replace: bool = False, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Path]:
+    """Yield a folder (empty but for the hidden :data:`MARK`) that becomes ``out`` when the block ends without
+    an exception.
 
     Partial folders of runs that died are removed first, each with a line to ``say``. An exception
-    (Ctrl-C included) removes the partial folder. Raises InputError when ``out`` already exists and is
-    not an empty folder, or when a living process is writing the same ``out``.
+    (Ctrl-C included) removes the partial folder. With ``replace`` a folder ``out`` is given up for the new
+    one, but not before that is complete. Raises InputError when ``out`` already exists and is not an empty
+    folder, when a living process is writing the same ``out``, or for a path that cannot be; MissingError
+    when the disk or a permission does not allow it.
     """
-    refuse_existing(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    remove_partials(out, say=say)
-    partial, lock = _locked_partial(out)
+    try:
+        if not replace:
+            refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_partials(out, say=say)
+        partial, lock = _locked_partial(out)
+    except OSError as error:
+        raise explain_os_error(error) from None
     try:
         yield partial
         _flush(partial)
-        try:
-            os.rename(partial, out)
-        except OSError as error:
-            refuse_existing(out)
-            raise InputError(f"{out}: cannot be created by renaming {partial.name}: {error}") from error
+        _rename(partial, out, replace=replace)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         os.close(lock)
-    _sync(out.parent)
+    sync_folder(out.parent)
 
 
 def refuse_existing(out: Path) -> None:
@@ -55,15 +66,19 @@ def refuse_existing(out: Path) -> None:
 
 
 def remove_partials(out: Path, *, say: Callable[[str], None]) -> None:
-    """Remove what interrupted runs for ``out`` left; InputError if one of them still runs."""
-    for partial in sorted(out.parent.glob(f"{_escape(out.name)}.partial-*")):
-        try:
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
+    """Remove what interrupted runs for ``out`` left; InputError if one of them still runs.
+
+    Ours are folders ``OUT.partial-NUMBER`` with our mark, and nothing else."""
+    ours = re.compile(rf"{re.escape(out.name)}\.partial-\d+(-old)?")
+    if not out.parent.is_dir():
+        return
+    for name in sorted(os.listdir(out.parent)):
+        partial = out.parent / name
+        if not ours.fullmatch(name):
             continue
-        except NotADirectoryError:
-            say(f"found {partial}: a stray file of an interrupted run; removing it")
-            partial.unlink(missing_ok=True)
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # gone, a file, a link, not readable: none of our folders
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,39 +87,51 @@ def remove_partials(out: Path, *, say: Callable[[str], None]) -> None:
                 f"{out}: another process is writing it now (in {partial.name}); wait for it, or stop it"
             ) from None
         else:
-            say(f"found {partial}: left by an interrupted run; removing it and starting over")
-            shutil.rmtree(partial, ignore_errors=True)
+            if (partial / MARK).is_file():
+                say(f"found {partial}: left by an interrupted run; removing it and starting over")
+                shutil.rmtree(partial, ignore_errors=True)
         finally:
             os.close(lock)
 
 
 def _locked_partial(out: Path) -> tuple[Path, int]:
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    while True:
-        try:
-            partial.mkdir()
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-        except FileExistsError:
-            raise InputError(f"{out}: this process is already writing it (in {partial.name})") from None
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise InputError(f"{partial}: cannot be created: {error.strerror}") from error
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Between mkdir and flock another run may have taken the folder for a dead one and removed it.
-        try:
-            if os.path.samestat(os.fstat(lock), os.stat(partial)):
-                return partial, lock
-        except FileNotFoundError:
-            pass
-        os.close(lock)
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise InputError(
+            f"{out}: {partial.name} is in the way: this process is writing it, or it is not ours; "
+            "move it away"
+        ) from None
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    # Without the mark nobody takes the folder for a dead run's, and with it the lock is held already.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (partial / MARK).touch()
+    return partial, lock
+
+
+def _rename(partial: Path, out: Path, *, replace: bool) -> None:
+    old = partial.with_name(f"{partial.name}-old")
+    try:
+        if replace and out.is_dir():
+            (out / MARK).touch()  # if we are killed from here on, the next run removes it
+            os.rename(out, old)
+        os.rename(partial, out)
+    except OSError as error:
+        if replace:
+            raise explain_os_error(error, out) from None
+        refuse_existing(out)
+        raise InputError(f"{out}: cannot be created by renaming {partial.name}: {error}") from error
+    (out / MARK).unlink(missing_ok=True)
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             _sync(path)
-    _sync(folder)
+    sync_folder(folder)
 
 
 def _sync(path: Path) -> None:
@@ -113,7 +140,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)

