@@ -69,6 +69,6 @@ bench: model  ## CPU kernels by number of rows, on this machine
 	$(BIN)/python -m benchmarks.kernels
 
 clean:  ## remove build outputs and caches (not the model cache, not .venv)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage htmlcov
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
 	find engines -mindepth 1 -maxdepth 1 ! -name README.md -exec rm -rf {} +
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -479,6 +479,13 @@ BAD_RECIPES: list[tuple[str, str | bytes, list[str]]] = [
         ["7: not valid YAML: found indentation that fits no key above; align it with its neighbours"],
     ),
     (
+        "key indented below a value",
+        HEAD + "limits:\n  max_batch_size: 4\n    max_num_tokens: 99\n",
+        [
+            "7: not valid YAML: found a key indented deeper than the keys above it; align it with its neighbours, or end the line above with ':' if it belongs under it"
+        ],
+    ),
+    (
         "second colon",
         HEAD + "description: a: b\n",
         ["5: not valid YAML: found a second ': ' on the line; put text that contains ': ' in quotes"],

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tiny import make_tiny_model
 from trtspec import artifact, plan
 from trtspec.build import Built, build
 from trtspec.errors import InputError, MissingError
+from trtspec.process import ChildFailed
 from trtspec.recipe_file import parse_recipe
 
 PLAIN = """\
@@ -56,9 +58,9 @@ def run(recipe: Path, **options: bool) -> tuple[Built, list[str]]:
 
 
 def leftovers(recipe: Path) -> list[str]:
-    """What a build left beside the engine, its lock file apart."""
+    """What a build left beside the engine."""
     names = (path.name for path in (recipe.parent / "engines").iterdir())
-    return sorted(name for name in names if name.startswith(".") and not name.endswith(".lock"))
+    return sorted(name for name in names if name.startswith("."))
 
 
 # --------------------------------------------------------------------------- a build
@@ -399,6 +401,52 @@ def test_no_permission_is_one_line(recipe: Path):
     engines.mkdir(mode=0o500)
     with pytest.raises(MissingError, match="Permission denied"):
         run(recipe)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "kept"),
+    [
+        ("raise InputError('bad data')", InputError, False),
+        ("raise GateFailed('scales are missing')", ChildFailed, False),
+        ("raise MissingError('no memory')", MissingError, False),
+        ("raise RuntimeError('crash')", ChildFailed, True),
+    ],
+)
+def test_a_step_that_fails_leaves_only_what_the_next_build_can_use(
+    recipe: Path, fault: str, error: type[Exception], kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The child is a real process with the exit codes of a quantizing one."""
+    recipe.write_text(QUANTIZED)
+    code = (
+        "import sys; from trtspec.errors import *\n"
+        f"try:\n {fault}\n"
+        "except TrtspecError as error:\n print(f'error: {error}', file=sys.stderr); sys.exit(error.exit_code)"
+    )
+    planned = plan.make_plan
+
+    def with_fault(*arguments, **options):
+        made = planned(*arguments, **options)
+        steps = [replace(s, argv=(sys.executable, "-c", code)) if s.argv else s for s in made.steps]
+        return replace(made, steps=tuple(steps))
+
+    monkeypatch.setattr("trtspec.build.make_plan", with_fault)
+    with pytest.raises(error) as caught:
+        run(recipe)
+    assert leftovers(recipe) == ([".tiny.building"] if kept else [])
+    assert (artifact.list_artifacts(recipe.parent / "engines") == []) != kept
+    hopeless = "the same recipe and model will be refused again; change what is named above, then build. "
+    assert (hopeless in str(caught.value)) == ("InputError" in fault or "GateFailed" in fault)
+    monkeypatch.undo()
+    recipe.write_text(PLAIN)
+    run(recipe)
+    assert leftovers(recipe) == []
+
+
+def test_a_refusal_before_any_work_leaves_no_trace(recipe: Path):
+    recipe.write_text(QUANTIZED.replace("group_size: 32", "group_size: 128"))
+    with pytest.raises(InputError, match="128 does not divide the 64 inputs"):
+        run(recipe)
+    assert not (recipe.parent / "engines").exists()
 
 
 # --------------------------------------------------------------------------- quantizing for real

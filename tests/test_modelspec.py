@@ -12,7 +12,7 @@ import pytest
 from tiny import ARCHITECTURES, Family, make_tiny_model
 
 from trtspec.errors import InputError, MissingError
-from trtspec.model_source import cache_folder, resolve_model
+from trtspec.model_source import SAMPLE_NAMES, cache_folder, find_model, resolve_model
 from trtspec.modelspec import check_weight_files, expected_tensors, read_modelspec
 from trtspec.tensor_headers import read_tensor_headers
 
@@ -244,12 +244,31 @@ def test_folders_are_relative_to_the_recipe(folder: Path) -> None:
 
 def test_samples_live_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTSPEC_CACHE", str(tmp_path))
-    with pytest.raises(MissingError, match="run: trtspec fetch tiny"):
-        resolve_model("sample:tiny", Path())
-    made = make_tiny_model(tmp_path / "models" / "tiny", tokenizer=False)
-    assert resolve_model("sample:tiny", Path()) == made
-    with pytest.raises(InputError, match="is not a sample name"):
-        resolve_model("sample:../tiny", Path())
+    name = SAMPLE_NAMES[0]
+    with pytest.raises(MissingError, match=f"run: trtspec fetch {name}"):
+        resolve_model(f"sample:{name}", Path())
+    assert find_model(f"sample:{name}", Path()) is None
+    made = make_tiny_model(tmp_path / "models" / name, tokenizer=False)
+    assert resolve_model(f"sample:{name}", Path()) == made
+    assert find_model(f"sample:{name}", Path()) == made
+    for wrong in (f"../models/{name}", "smollm2-135m", ""):
+        with pytest.raises(InputError, match=f"no such sample; allowed: sample:{name}"):
+            resolve_model(f"sample:{wrong}", Path())
+
+
+def test_the_hub_cache_is_read_by_names_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert find_model("org/name", Path()) is None
+    stored = tmp_path / "models--org--name"
+    made = make_tiny_model(stored / "snapshots" / "c0ffee", tokenizer=False)
+    assert find_model("org/name", Path()) is None, "no branch points at it"
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("c0ffee")
+    assert find_model("org/name", Path()) == made
+    assert find_model("org/name", Path(), "c0ffee") == made
+    assert find_model("org/name", Path(), "v2") is None
+    for odd in ("\0", "x" * 5000, "~nobody-here/x", "org/../name"):
+        assert find_model(odd, Path()) is None
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

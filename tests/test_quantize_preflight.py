@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 
 from trtspec import process
 from trtspec.errors import InputError, MissingError
-from trtspec.quantize import calibration, preflight, quantize
+from trtspec.quantize import calibration, preflight, quantize, read_report
 from trtspec.quantize.__main__ import main
 from trtspec.recipe import Calibration, Quantization
 from trtspec.text import Tokenizer
@@ -244,14 +244,14 @@ def test_importing_costs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "code", "message"),
     [
-        ("{", 2, "error: quantization: Invalid JSON"),
-        ('{"kind": "int3"}', 2, "error: quantization: "),
+        ("{", 2, "error: quantization: not JSON: "),
+        ('{"kind": "int3"}', 2, "error: quantization.kind: found 'int3'; allowed: one of none, fp8, "),
         (
             '{"kind": "w4a16_awq", "group_size": 7}',
             2,
-            "quantization.group_size: Input should be 32, 64 or 128",
+            "quantization.group_size: found 7; allowed: one of 32, 64, 128; choose one of them",
         ),
-        ('{"kind": "fp8", "alpha": 1.0}', 2, "quantization.alpha: Extra inputs are not permitted"),
+        ('{"kind": "fp8", "alpha": 1.0}', 2, "it belongs to kind: w8a8_sq, not to kind: fp8"),
         ('{"kind": "nvfp4"}', 3, "error: quantization.kind: nvfp4 is calibrated on a CUDA GPU only"),
         ('{"kind": "none"}', 2, "leaves nothing to quantize"),
     ],
@@ -275,8 +275,11 @@ def test_command(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert progress[0] == process.Progress("load", 0, 1)
     assert progress[-1] == process.Progress("check", 1, 1)
     said = [line for line in lines if not process.parse_progress(line)]
-    assert said[0].startswith("calibration: 100 samples asked for, ")
+    warning = "calibration: 100 texts asked for (num_samples), builtin has 65; all are used"
+    assert said[0] == f"warning: {warning}"
     assert said[1].startswith("16-bit weights, KV cache FP8: weights ")
+    assert said[2].startswith("calibrated on 65 texts of builtin: ")
+    assert read_report(tmp_path / "out").warnings == [warning]
 
 
 # --------------------------------------------------------------------------- calibration data

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import (
-    MAX_FILE_BYTES,
     dump_recipe,
     lint,
     lint_content,
@@ -22,7 +21,7 @@ from trtspec.recipe_file import (
     parse_recipe,
     recipe_digest,
 )
-from trtspec.recipe_yaml import dump_plain, read_document, resolve_plain
+from trtspec.recipe_yaml import MAX_FILE_BYTES, dump_plain, read_document, resolve_plain
 
 REFERENCE = Path(__file__).resolve().parents[1] / "recipes" / "reference.yaml"
 

@@ -17,7 +17,7 @@ from trtspec.recipe_yaml import dump_plain
 BASE: dict[str, Any] = {
     "version": 1,
     "name": "a",
-    "model": {"source": "sample:x"},
+    "model": {"source": "sample:smollm2-135m-instruct"},
     "backend": {"kind": "embedded"},
 }
 
@@ -48,12 +48,12 @@ WIDE = {"max_num_tokens": 16384}
 # (rule, a recipe that breaks it, what to change so that it does not, the key that is blamed)
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("model-revision", {"model": {"source": "./x", "revision": "main"}}, {"model": {"source": "org/x"}}, "model.revision"),
-    ("model-revision", {"model": {"source": "sample:x", "revision": "main"}}, {"model": {"revision": None}}, "model.revision"),
+    ("model-revision", {"model": {"source": "sample:smollm2-135m-instruct", "revision": "main"}}, {"model": {"revision": None}}, "model.revision"),
     (
         "model-revision", {"speculation": {**DRAFT, "model": {"source": "/y", "revision": "v1"}}},
         {"speculation": {"model": {"source": "org/y"}}}, "speculation.model.revision",
     ),
-    ("model-sample", {"model": {"source": "sample:"}}, {"model": {"source": "sample:x"}}, "model.source"),
+    ("model-sample", {"model": {"source": "sample:"}}, {"model": {"source": "sample:smollm2-135m-instruct"}}, "model.source"),
     ("backend-version", {"backend": {"kind": "tensorrt", "version": "1.2"}}, {"backend": {"version": "==1.2"}}, "backend.version"),
     ("backend-version", {"backend": {"kind": "tensorrt", "version": ">=1.0"}}, {"backend": {"version": ">=1.0,<=1.2.1"}}, "backend.version"),
     ("backend-version", {"backend": {"kind": "tensorrt", "version": "<1.3"}}, {"backend": {"version": ">=0.17,<1.2.1"}}, "backend.version"),

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class Manifest(_Mapping):
     """Of the parsed recipe: comments and layout do not count."""
     source: Source
     calibration_digest: str | None
-    """Of the calibration texts; None when nothing was calibrated."""
+    """sha256 of the file of calibration texts; None when nothing was calibrated. (The digest in the
+    quantization report is of the rows of token ids that were made from it.)"""
     target: Literal["target", "baseline"]
     """The folder the engine loads; ``baseline`` when the recipe quantizes neither weights nor KV cache."""
     tools: dict[str, str]
@@ -418,7 +420,8 @@ def list_artifacts(engines_dir: Path) -> list[EngineEntry]:
         if not folder.is_dir() or folder.name.startswith("."):
             if folder.name.startswith(".") and folder.name.endswith(".building"):
                 message = (
-                    f"a build that runs or was interrupted; finish it with trtspec build ({folder.name})"
+                    "a build that runs now, was interrupted or crashed; trtspec build with its recipe goes "
+                    f"on where it stopped; or delete {shlex.quote(str(folder))}"
                 )
                 name = folder.name[1 : -len(".building")]
                 entries.append(EngineEntry(engines_dir / name, "unfinished", problem=message))

@@ -29,7 +29,7 @@ from trtspec.artifact import (
     Manifest,
     StepRecord,
 )
-from trtspec.errors import InputError, MissingError, Problem
+from trtspec.errors import EXIT_GATE_FAILED, InputError, MissingError, Problem
 from trtspec.modelspec import check_weight_files, read_modelspec
 from trtspec.plan import ENGINES_DIR, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
 from trtspec.recipe_file import recipe_digest
@@ -55,6 +55,8 @@ class Built:
     reused: tuple[str, ...]
     """Steps whose output came from an earlier build."""
     seconds: float
+    warnings: tuple[str, ...] = ()
+    """What quantizing did not do as asked, such as fewer calibration texts than wanted."""
 
 
 def build(
@@ -84,14 +86,23 @@ def build(
             _refuse_foreign(plan.folder)
             previous = None if force else _previous(plan, check, say)
             if previous is not None and _is_current(plan, previous):
-                return Built(plan.folder, previous, True, (), time.monotonic() - began)
+                seconds = time.monotonic() - began
+                return Built(plan.folder, previous, True, (), seconds, _warnings(plan))
             if force and plan.work.exists():
                 shutil.rmtree(plan.work)
-            records, known = _run_steps(plan, previous, say, on_progress)
+            with _tidied(plan):
+                records, known = _run_steps(plan, previous, say, on_progress)
             manifest = _seal(plan, records, known)
             _swap_in(plan)
     reused = tuple(record.name for record in records if record.reused)
-    return Built(plan.folder, manifest, False, reused, time.monotonic() - began)
+    return Built(plan.folder, manifest, False, reused, time.monotonic() - began, _warnings(plan))
+
+
+def _warnings(plan: Plan) -> tuple[str, ...]:
+    folder = plan.folder / plan.target
+    from trtspec.quantize.report import read_report  # the package costs time that an idle build has not
+
+    return tuple(read_report(folder).warnings) if (folder / artifact.REPORT_FILE).is_file() else ()
 
 
 def foresee(plan: Plan) -> tuple[str, ...]:
@@ -126,6 +137,38 @@ def _explained(plan: Plan) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _tidied(plan: Plan) -> Iterator[None]:
+    """After a failed step keep the work folder only where the next build can use something of it.
+
+    A refusal (bad input, a failed check of the export) comes again however often the build is run, so
+    it says that and leaves nothing. A lack of this machine leaves nothing unless weights were quantized.
+    A child that crashed leaves its log, and a full disk or an interruption what was done so far.
+    """
+    try:
+        yield
+    except InputError as error:
+        shutil.rmtree(plan.work, ignore_errors=True)
+        raise InputError([*error.problems, Problem(_HOPELESS)]) from None
+    except process.ChildFailed as error:
+        # A Python traceback ends with 1 too; it is no verdict.
+        if error.returncode != EXIT_GATE_FAILED or not any(line.startswith("error: ") for line in error.tail):
+            raise
+        shutil.rmtree(plan.work, ignore_errors=True)
+        message = str(error).split("\n")[0]
+        raise process.ChildFailed(f"{message}; {_HOPELESS}", error.returncode, error.tail) from None
+    except MissingError:
+        if not (plan.work / TARGET_DIR).exists():
+            shutil.rmtree(plan.work, ignore_errors=True)
+        raise
+
+
+_HOPELESS = (
+    "the same recipe and model will be refused again; change what is named above, then build. "
+    "Nothing was left behind"
+)
+
+
 def _no_space_message(plan: Plan) -> str:
     engines_dir = plan.folder.parent
     size = sum(file.size for file in plan.source.files.values())
@@ -138,21 +181,37 @@ def _no_space_message(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _only_builder(plan: Plan, say: Say) -> Iterator[None]:
-    """Hold the lock of one engine name; it vanishes with this process, however that ends."""
+    """Hold the lock of one engine name; it vanishes with this process, however that ends.
+
+    The file is removed under the lock, so whoever got the lock of a removed file opens the path again."""
     path = plan.folder.parent / f".{plan.recipe.name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            say(f"another build of {plan.recipe.name} is running (process {holder}); waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+                say(f"another build of {plan.recipe.name} is running (process {holder}); waiting for it")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not _is_at(descriptor, path):
+                continue
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _old(plan: Plan) -> Path:

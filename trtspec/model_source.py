@@ -8,7 +8,9 @@ from pathlib import Path
 
 from trtspec.errors import InputError, MissingError
 
-_SAMPLE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+SAMPLE_NAMES = ("smollm2-135m-instruct",)
+"""What ``trtspec fetch`` can put into the cache (:mod:`trtspec.sample` has the rest)."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -19,6 +21,40 @@ def cache_folder() -> Path:
     if os.environ.get("XDG_CACHE_HOME"):
         return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "trtspec"
     return Path.home() / ".cache" / "trtspec"
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps snapshots: $HF_HUB_CACHE, else $HF_HOME/hub, else the cache folder's."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache).expanduser() / "huggingface" / "hub"
+
+
+def find_model(source: str, base: Path, revision: str | None = None) -> Path | None:
+    """The folder of a recipe's ``model.source`` if it is on this machine, else None.
+
+    Looks where :func:`resolve_model` does, but only at names: no network, no import of huggingface_hub, no
+    error. Whether the folder holds a model is for the reader of its config.json to say.
+    """
+    if source.startswith("sample:"):
+        folder = cache_folder() / "models" / source.removeprefix("sample:")
+        return folder if (folder / "config.json").is_file() else None
+    try:
+        folder = (Path(base) / Path(source).expanduser()).resolve()
+        if folder.is_dir():
+            return folder
+        if not _HUB_ID.fullmatch(source):
+            return None
+        stored = _hub_cache() / f"models--{source.replace('/', '--')}"
+        reference = stored / "refs" / (revision or "main")
+        commit = reference.read_text().strip() if reference.is_file() else revision
+        snapshot = stored / "snapshots" / commit if commit else None
+        return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
+    except (OSError, ValueError, RuntimeError):  # names that no file system has, a loop of links, no home
+        return None
 
 
 def resolve_model(
@@ -32,8 +68,9 @@ def resolve_model(
     """
     if source.startswith("sample:"):
         name = source.removeprefix("sample:")
-        if not _SAMPLE_NAME.fullmatch(name):
-            raise InputError(f"{source!r}: {name!r} is not a sample name")
+        if name not in SAMPLE_NAMES:
+            known = ", ".join(f"sample:{sample}" for sample in SAMPLE_NAMES)
+            raise InputError(f"{source!r}: no such sample; allowed: {known}")
         if revision is not None:
             raise InputError(f"{source!r}: a revision is only for hub ids, found {revision!r}")
         folder = cache_folder() / "models" / name

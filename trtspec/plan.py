@@ -18,10 +18,10 @@ from trtspec.artifact import BASELINE_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.model_source import resolve_model
-from trtspec.modelspec import check_weight_files, read_modelspec
+from trtspec.modelspec import check_weight_files
 from trtspec.recipe import EmbeddedBackend, NoQuantization, Quantization, Recipe
 from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
-from trtspec.recipe_file import load_recipe, parse_recipe
+from trtspec.recipe_file import lint, load_recipe, parse_recipe
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
@@ -184,21 +184,17 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     Source files whose size, time and inode equal those of the engine built before are not read again.
     Raises InputError for a recipe or checkpoint that cannot be built, MissingError for what is not here.
     """
-    load_recipe(recipe_path)  # its errors are the good ones; what counts is the bytes that are sealed
+    checked = lint(recipe_path, model=True)  # its errors have lines; what counts is the bytes that are sealed
+    if checked.errors:
+        raise InputError(checked.errors)
     recipe_bytes = recipe_path.read_bytes()
     recipe = parse_recipe(recipe_bytes, str(recipe_path))
     refuse_unsupported(recipe, str(recipe_path))
     base = recipe_path.resolve().parent
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
-    spec = read_modelspec(source_dir)
-    problems = list(check_weight_files(source_dir))
-    if spec.quant is not None:
-        message = (
-            "this checkpoint is quantized already (hf_quant_config.json); name the 16-bit checkpoint, "
-            "it is what quality is measured against"
-        )
-        problems.append(Problem(message, file=str(source_dir)))
-    if problems:
+    if checked.notes:  # the model was not here before
+        load_recipe(recipe_path, model=True)
+    if problems := check_weight_files(source_dir):
         raise InputError(problems)
 
     if engines_dir.exists() and not engines_dir.is_dir():

@@ -128,9 +128,9 @@ class Calibration(_Mapping):
     data: Annotated[str, Field(min_length=1, max_length=4096)] = "builtin"
     """``builtin`` (texts that ship with trtspec) or a JSONL file with ``text`` or ``messages`` per line."""
     num_samples: Annotated[int, Field(ge=1, le=100_000)] = 64
-    """Rows of the calibration set; texts are packed into rows."""
+    """Texts to calibrate on, drawn from the data by the seed; a warning says so when the data has fewer."""
     max_tokens: Annotated[int, Field(ge=16, le=131_072)] = 512
-    """Length of one calibration row, in tokens."""
+    """Tokens of one row: the texts are joined and cut into rows of this length, never padded."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the choice of texts."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trtspec.recipe_file import allowed, json_schema, resolve, variants
+from trtspec.recipe_model import MODEL_RULES
 from trtspec.recipe_rules import RULES
 from trtspec.recipe_yaml import dump_plain
 
@@ -41,6 +42,17 @@ What the schema allows key by key and cannot work together. `trtspec lint --expl
 |---|---|---|---|
 """
 
+_MODEL_RULES_INTRODUCTION = """\
+## Rules that need the model
+
+`trtspec lint`, `init` and `build` check them where the model is on this machine: a folder, a fetched sample
+or a model in the hub's local cache. Only config.json and the vocabulary are read. For a model that is not
+here `lint` prints a note.
+
+| rule | severity | looks at | reason |
+|---|---|---|---|
+"""
+
 
 def markdown() -> str:
     """``docs/recipes.md``: every key of every variant with type, default and meaning, and every rule."""
@@ -61,11 +73,12 @@ def markdown() -> str:
         if name == "quantization":
             calibration = resolve({"$ref": "#/$defs/Calibration"})
             parts.append(f"\n### calibration\n\n{_prose(calibration)}\n\n{_table(calibration)}")
-    rows = [
-        f"| `{rule.id}` | {rule.severity} | {', '.join(rule.reads)} | {_cell(rule.why)} |"
-        for rule in RULES.values()
-    ]
-    parts.append("\n" + _RULES_INTRODUCTION + "\n".join(rows) + "\n")
+    for introduction, rules in ((_RULES_INTRODUCTION, RULES), (_MODEL_RULES_INTRODUCTION, MODEL_RULES)):
+        rows = [
+            f"| `{rule.id}` | {rule.severity} | {', '.join(rule.reads)} | {_cell(rule.why)} |"
+            for rule in rules.values()
+        ]
+        parts.append("\n" + introduction + "\n".join(rows) + "\n")
     return "".join(parts)
 
 

@@ -3,8 +3,9 @@
 :func:`load_recipe` returns a valid :class:`~trtspec.recipe.Recipe` or raises InputError with every problem
 of the file, each with line and dotted key. :func:`lint` returns problems and warnings instead. Three layers
 contribute: the YAML reader (:mod:`trtspec.recipe_yaml`), the schema (:mod:`trtspec.recipe`; its errors are
-put into the field's terms here) and the rules that span keys (:mod:`trtspec.recipe_rules`). The rules run
-even when the schema complains, except those that look at a section with an error.
+put into the field's terms here) and the rules that span keys (:mod:`trtspec.recipe_rules`, and with the
+model at hand :mod:`trtspec.recipe_model`). The rules run even when the schema complains, except those that
+look at a section with an error.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +26,8 @@ from pydantic import ValidationError
 
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import HOST_PATTERN, MODEL_NAME_PATTERN, NAME_PATTERN, Recipe
-from trtspec.recipe_rules import RULES
+from trtspec.recipe_model import MODEL_RULES, look
+from trtspec.recipe_rules import RULES, Finding, Rule
 from trtspec.recipe_yaml import (
     MAX_PROBLEMS,
     Document,
@@ -33,12 +35,11 @@ from trtspec.recipe_yaml import (
     describe_character,
     dotted,
     dump_plain,
+    read_bytes,
     read_document,
     resolve_plain,
     visible,
 )
-
-MAX_FILE_BYTES = 1_000_000
 
 _PATTERN_WORDS = {
     NAME_PATTERN: "a-z, 0-9, '.', '_' and '-', a letter or digit first, at most 63 characters",
@@ -49,17 +50,21 @@ _PATTERN_WORDS = {
 
 @dataclass(frozen=True)
 class Lint:
-    """What is to be said about one recipe file; ``recipe`` is None exactly when there are ``errors``."""
+    """What is to be said about one recipe file; ``recipe`` is None exactly when there are ``errors``.
+
+    ``notes`` say what could not be checked because the model is not on this machine."""
 
     file: str
     recipe: Recipe | None
     errors: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
+    notes: tuple[Problem, ...] = ()
 
 
-def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """The valid recipe in the file ``path``. Raises InputError with all problems, in line order."""
-    return _recipe_or_raise(lint(path))
+def load_recipe(path: str | os.PathLike[str], *, model: bool = False) -> Recipe:
+    """The valid recipe in the file ``path``. Raises InputError with all problems, in line order.
+    ``model`` as in :func:`lint`."""
+    return _recipe_or_raise(lint(path, model=model))
 
 
 def parse_recipe(raw: bytes | str, file: str = "<recipe>") -> Recipe:
@@ -67,25 +72,27 @@ def parse_recipe(raw: bytes | str, file: str = "<recipe>") -> Recipe:
     return _recipe_or_raise(lint_content(raw, file))
 
 
-def lint(path: str | os.PathLike[str]) -> Lint:
-    """All problems and warnings of the file ``path``; never raises on a bad file."""
+def lint(path: str | os.PathLike[str], *, model: bool = False) -> Lint:
+    """All problems and warnings of the file ``path``; never raises on a bad file. With ``model`` also whether
+    it suits its model, where that is on this machine."""
     file = visible(os.fspath(path), limit=4096)
-    raw = _read_file(path)
+    raw = read_bytes(path)
     if isinstance(raw, str):
         return Lint(file, None, (Problem(raw, file),), ())
-    return lint_content(raw, file)
+    return lint_content(raw, file, pathlib.Path(path).resolve().parent if model else None)
 
 
-def lint_content(raw: bytes | str, file: str = "<recipe>") -> Lint:
-    """All problems and warnings of a recipe's content; ``file`` names it in problems."""
+def lint_content(raw: bytes | str, file: str = "<recipe>", base: pathlib.Path | None = None) -> Lint:
+    """All problems and warnings of a recipe's content; ``file`` names it in problems. With ``base``, the
+    folder where relative paths start, also whether it suits its model."""
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogatepass")
     document = read_document(raw, file)
     recipe: Recipe | None = None
     if not document.fatal:
-        recipe = _check(document)
-    errors, warnings = _in_order(document.problems), _in_order(document.warnings)
-    return Lint(file, None if errors else recipe, errors, warnings)
+        recipe = _check(document, base)
+    errors, warnings, notes = map(_in_order, (document.problems, document.warnings, document.notes))
+    return Lint(file, None if errors else recipe, errors, warnings, () if errors else notes)
 
 
 def _in_order(problems: list[Problem]) -> tuple[Problem, ...]:
@@ -122,42 +129,26 @@ def _kind_first(data: Any) -> Any:
     return {key: _kind_first(value) for key, value in ordered}
 
 
+def parse_section(name: str, value: Any) -> Any:
+    """One top-level key of a recipe alone, such as ``quantization``. Raises InputError with all problems."""
+    document = Document("", {**_PLACEHOLDERS, name: value}, lines={(): 1})
+    try:
+        return getattr(Recipe.model_validate(document.data), name)
+    except ValidationError as failure:
+        _note_schema_errors(document, failure)
+        raise InputError([Problem(found.message, key=found.key) for found in document.problems]) from None
+
+
 def _recipe_or_raise(result: Lint) -> Recipe:
     if result.recipe is None:
         raise InputError(result.errors)
     return result.recipe
 
 
-def _read_file(path: str | os.PathLike[str]) -> bytes | str:
-    """The file's bytes, or a message why there are none."""
-    try:
-        if "\0" in os.fspath(path):
-            return "the file name holds a NUL character; allowed: a path; check the name"
-        # Non-blocking, so that a FIFO in the place of a recipe cannot hang the command.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            mode = os.fstat(descriptor).st_mode
-            if stat.S_ISDIR(mode):
-                return "is a folder; allowed: a recipe file; name the file in it"
-            if not stat.S_ISREG(mode):
-                return "is not a regular file; allowed: a recipe file; copy its content into one"
-            with open(descriptor, "rb", closefd=False) as handle:
-                raw = handle.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        return "no such file; check the path, or write a recipe with: trtspec init"
-    except OSError as error:
-        return f"cannot be read ({os.strerror(error.errno or 0)}); check the path and its permissions"
-    if len(raw) > MAX_FILE_BYTES:
-        return f"is larger than {MAX_FILE_BYTES // 1_000_000} MB; a recipe has a few kB; is this a recipe?"
-    return raw
-
-
 # --------------------------------------------------------------------------- checking
 
 
-def _check(document: Document) -> Recipe | None:
+def _check(document: Document, base: pathlib.Path | None) -> Recipe | None:
     data = document.data
     if data is None:
         text = "the file is empty; allowed: a recipe; write one with: trtspec init"
@@ -177,7 +168,11 @@ def _check(document: Document) -> Recipe | None:
     broken = {path[0] for path in document.noted if path}
     if recipe is None:
         recipe = Recipe.model_validate(_without(data, broken))
-    _apply_rules(document, recipe, broken)
+    _apply_rules(document, RULES, broken, recipe)
+    if base is not None and not broken.intersection(("model", "backend", "quantization", "speculation")):
+        here = look(recipe, base)
+        _apply_rules(document, MODEL_RULES, broken, recipe, here)
+        document.notes += [_problem(document, note) for note in here.notes]
     return recipe
 
 
@@ -194,15 +189,19 @@ def _without(data: Mapping[str, Any], broken: set[str | int]) -> dict[str, Any]:
     return {**_PLACEHOLDERS, **{key: value for key, value in data.items() if key not in broken}}
 
 
-def _apply_rules(document: Document, recipe: Recipe, broken: set[str | int]) -> None:
-    for rule in RULES.values():
-        if broken.intersection(rule.reads):
-            continue
-        for path, message in rule.check(recipe):
-            problem = Problem(
-                f"{message} [{rule.id}]", document.file, document.line_of(path), dotted(path) or None
-            )
-            (document.problems if rule.severity == "error" else document.warnings).append(problem)
+def _apply_rules(
+    document: Document, rules: Mapping[str, Rule], broken: set[str | int], *arguments: Any
+) -> None:
+    for rule in rules.values():
+        if not broken.intersection(rule.reads):
+            found = [_problem(document, finding, rule.id) for finding in rule.check(*arguments)]
+            (document.problems if rule.severity == "error" else document.warnings).extend(found)
+
+
+def _problem(document: Document, finding: Finding, rule: str = "") -> Problem:
+    path, message = finding
+    tagged = f"{message} [{rule}]" if rule else message
+    return Problem(tagged, document.file, document.line_of(path), dotted(path) or None)
 
 
 def _note_schema_errors(document: Document, failure: ValidationError) -> None:

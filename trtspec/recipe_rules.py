@@ -2,19 +2,21 @@
 
 Each rule is a small function that yields (path of the key to blame, message); its docstring is the reason
 that ``trtspec lint --explain`` prints. ``RULES`` gives each an id, a severity and the sections it looks at.
-Errors stop every verb; warnings are printed by ``trtspec lint``. What depends on the model's sizes is
-checked when quantizing or building. The file is one list of small functions; splitting it would only scatter
+Errors stop every verb; warnings are printed by ``trtspec lint``. What depends on the model's sizes is in
+:mod:`trtspec.recipe_model`. The file is one list of small functions; splitting it would only scatter
 the list.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trtspec.model_source import SAMPLE_NAMES
 from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
@@ -47,12 +49,14 @@ Finding = tuple[tuple[str | int, ...], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """``reads``: top-level keys that ``check`` looks at; it does not run when one of them has an error."""
+    """``reads``: top-level keys that ``check`` looks at; it does not run when one of them has an error.
+
+    The rules of :mod:`trtspec.recipe_model` take the checkpoint as their second argument."""
 
     id: str
     severity: Literal["error", "warning"]
     reads: tuple[str, ...]
-    check: Callable[[Recipe], Iterator[Finding]]
+    check: Callable[..., Iterator[Finding]]
 
     @property
     def why(self) -> str:
@@ -81,16 +85,13 @@ def _revision_without_hub(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _sample_name(recipe: Recipe) -> Iterator[Finding]:
-    """Samples are named as `trtspec fetch` lists them."""
+    """A sample is one of those that `trtspec fetch` has; no other name can ever be fetched."""
+    names = [f"sample:{name}" for name in SAMPLE_NAMES]
     for path, model in _models(recipe):
-        if model.source.startswith("sample:") and not re.fullmatch(
-            r"sample:[a-z0-9][a-z0-9._-]*", model.source
-        ):
-            yield (
-                (*path, "source"),
-                f"found {model.source!r}; allowed: sample:NAME, NAME of a-z, 0-9, '.', '_', '-'; "
-                "write for example sample:smollm2-135m-instruct",
-            )
+        if model.source.startswith("sample:") and model.source not in names:
+            close = difflib.get_close_matches(model.source, names, n=1, cutoff=0.5)
+            remedy = f"did you mean {close[0]}?" if close else "write one of them, a folder or a hub id"
+            yield (*path, "source"), f"found {model.source!r}; allowed: {', '.join(names)}; {remedy}"
 
 
 def _version_range(recipe: Recipe) -> Iterator[Finding]:

@@ -9,7 +9,9 @@ the first absurdity.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from trtspec.errors import Problem
 
 Path = tuple[str | int, ...]
 
+MAX_FILE_BYTES = 1_000_000
 MAX_DEPTH = 16
 MAX_EVENTS = 10_000
 MAX_PROBLEMS = 50
@@ -77,6 +80,7 @@ class Document:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
     noted: set[Path] = field(default_factory=set)
 
     def line_of(self, path: Path) -> int:
@@ -123,6 +127,32 @@ def resolve_plain(text: str) -> Any:
     return text
 
 
+def read_bytes(path: str | os.PathLike[str]) -> bytes | str:
+    """The file's bytes, or a message why there are none."""
+    try:
+        if "\0" in os.fspath(path):
+            return "the file name holds a NUL character; allowed: a path; check the name"
+        # Non-blocking, so that a FIFO in the place of a recipe cannot hang the command.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISDIR(mode):
+                return "is a folder; allowed: a recipe file; name the file in it"
+            if not stat.S_ISREG(mode):
+                return "is not a regular file; allowed: a recipe file; copy its content into one"
+            with open(descriptor, "rb", closefd=False) as handle:
+                raw = handle.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return "no such file; check the path, or write a recipe with: trtspec init"
+    except OSError as error:
+        return f"cannot be read ({os.strerror(error.errno or 0)}); check the path and its permissions"
+    if len(raw) > MAX_FILE_BYTES:
+        return f"is larger than {MAX_FILE_BYTES // 1_000_000} MB; a recipe has a few kB; is this a recipe?"
+    return raw
+
+
 def read_document(raw: bytes, file: str) -> Document:
     """Read one YAML file. Never raises on bad content: see :attr:`Document.problems`."""
     document = Document(file)
@@ -139,7 +169,7 @@ def read_document(raw: bytes, file: str) -> Document:
         mark = error.problem_mark or error.context_mark
         if error.context_mark and any(said in str(error) for said in _BLAME_THE_START):
             mark = error.context_mark
-        _note(document, mark.line + 1 if mark else None, _explain_syntax(error))
+        _note(document, mark.line + 1 if mark else None, _explain_syntax(error, text))
         document.fatal = True
     except (yaml.YAMLError, ValueError, OverflowError):
         # The scanner hands numbers of escapes and directives to chr() and int() unchecked.
@@ -215,14 +245,27 @@ def _check_characters(text: str, document: Document) -> bool:
     return len(document.problems) == before
 
 
-def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
+def _explain_syntax(error: yaml.MarkedYAMLError, text: str) -> str:
     said = f"{error.context or ''} {error.problem or ''}"
+    if "mapping values are not allowed" in said and _is_first_colon(error.problem_mark, text):
+        return (
+            "not valid YAML: found a key indented deeper than the keys above it; align it with its "
+            "neighbours, or end the line above with ':' if it belongs under it"
+        )
     if "found character '\\t'" in said:
         return "found a tab; allowed: spaces between key and value; replace it with a space"
     for pattern, meaning in _SYNTAX:
         if pattern in said:
             return f"not valid YAML: found {meaning}"
     return f"not valid YAML: {visible(error.problem or str(error))}; see recipes/reference.yaml"
+
+
+def _is_first_colon(mark: yaml.Mark | None, text: str) -> bool:
+    """Whether nothing before ``mark`` on its line is a key already: then the indentation is to blame."""
+    if mark is None:
+        return False
+    before = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)[mark.line][: mark.column]
+    return re.search(r":(\s|$)", before) is None
 
 
 # --------------------------------------------------------------------------- events

@@ -14,14 +14,21 @@ from bad_recipes import BAD_RECIPES, HEAD
 from trtspec.cli import main
 from trtspec.recipe_docs import markdown
 from trtspec.recipe_file import json_schema, lint_content, load_recipe
+from trtspec.recipe_model import MODEL_RULES
 from trtspec.recipe_rules import RULES
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _inside_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _inside_an_empty_folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any model: neither samples nor a hub cache."""
     monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("TRTSPEC_CACHE", str(elsewhere))
+    monkeypatch.setenv("HF_HUB_CACHE", str(elsewhere / "hub"))
 
 
 # --------------------------------------------------------------------------- lint
@@ -30,7 +37,8 @@ def _inside_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_lint_of_a_good_recipe(capsys: Capture) -> None:
     Path("r.yaml").write_text(HEAD)
     assert main(["lint", "r.yaml"]) == 0
-    assert capsys.readouterr() == ("r.yaml: ok\n", "")
+    note = "r.yaml:3: note: model.source: x is not on this machine; its group sizes, positions and vocabulary"
+    assert capsys.readouterr() == (f"r.yaml: ok\n{note} were not checked\n", "")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,8 @@ def test_warnings_do_not_fail(capsys: Capture) -> None:
     assert out.startswith(
         "r.yaml:5: warning: speculation.kind: the embedded engine does not run lookahead yet"
     )
-    assert out.endswith("[embedded-not-yet]\n")
+    assert out.splitlines()[0].endswith("[embedded-not-yet]")
+    assert len(out.splitlines()) == 2
 
 
 def test_lint_of_several_files_reports_all(capsys: Capture) -> None:
@@ -62,10 +71,11 @@ def test_lint_of_several_files_reports_all(capsys: Capture) -> None:
     assert main(["lint", "a.yaml", "b.yaml", "none.yaml", "."]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a.yaml: ok"
-    assert lines[1].startswith("b.yaml:5: banana: unknown key")
-    assert lines[2].startswith("none.yaml: no such file")
-    assert lines[3].startswith(".: is a folder")
-    assert lines[4] == "4 recipes: 1 valid, 3 not (3 errors, 0 warnings)"
+    assert lines[1].startswith("a.yaml:3: note: model.source: x is not on this machine; ")
+    assert lines[2].startswith("b.yaml:5: banana: unknown key")
+    assert lines[3].startswith("none.yaml: no such file")
+    assert lines[4].startswith(".: is a folder")
+    assert lines[5] == "4 recipes: 1 valid, 3 not (3 errors, 0 warnings)"
 
 
 def test_lint_as_json(capsys: Capture) -> None:
@@ -78,16 +88,18 @@ def test_lint_as_json(capsys: Capture) -> None:
     assert (good["file"], good["ok"], good["name"], good["errors"]) == ("a.yaml", True, "a", [])
     assert len(good["digest"]) == 64
     assert good["warnings"][0]["key"] == "speculation.kind"
+    assert good["notes"][0]["key"] == "model.source"
+    assert bad["notes"] == []
     assert (bad["ok"], bad["name"], bad["digest"]) == (False, None, None)
     assert {key: bad["errors"][0][key] for key in ("file", "line", "key")} == {
         "file": "b.yaml", "line": 5, "key": "banana"
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("rule", [*RULES, *MODEL_RULES])
 def test_every_rule_explains_itself(rule: str, capsys: Capture) -> None:
     assert main(["lint", "--explain", rule]) == 0
-    assert RULES[rule].why in capsys.readouterr().out
+    assert {**RULES, **MODEL_RULES}[rule].why in capsys.readouterr().out
     assert main(["lint", "--explain", rule, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rule"] == rule
 
@@ -113,7 +125,9 @@ def test_lint_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_init_writes_what_lint_accepts(capsys: Capture) -> None:
     assert main(["init"]) == 0
     name = "smollm2-135m-instruct-fp8-ngram"
-    assert capsys.readouterr().out == f"wrote {name}.yaml; next: trtspec build {name}.yaml\n"
+    note, wrote = capsys.readouterr().out.splitlines()
+    assert "sample:smollm2-135m-instruct is not on this machine (run: trtspec fetch" in note
+    assert wrote == f"wrote {name}.yaml; next: trtspec build {name}.yaml"
     assert os.listdir() == [f"{name}.yaml"]
     assert load_recipe(f"{name}.yaml").name == name
     assert main(["lint", f"{name}.yaml"]) == 0

@@ -87,7 +87,14 @@ class _Verbs(click.Group):
         return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Verbs,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
+)
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, envvar="TRTSPEC_DEBUG", help="Show the traceback of a bug.")
 @click.pass_context

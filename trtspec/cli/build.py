@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import BaseModel
 
-from trtspec.cli.output import Progress, human_bytes, human_seconds, json_option, print_json, problem_fields
+from trtspec.cli.output import (
+    Progress,
+    completing,
+    human_bytes,
+    human_seconds,
+    json_option,
+    print_json,
+    print_warning,
+    problem_fields,
+)
 from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+from trtspec.recipe import Calibration, W4A16AwqQuantization, W8A8SqQuantization
+from trtspec.recipe_file import json_schema, parse_section, variants
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
@@ -21,14 +34,9 @@ if TYPE_CHECKING:
 
 _FOLDER = click.Path(path_type=Path)
 
-engines_dir_option = click.option(
-    "-o",
-    "--engines-dir",
-    type=_FOLDER,
-    default=Path("engines"),
-    show_default=True,
-    help="Where engines are kept.",
-)
+_ENGINES = Path("engines")
+_FORMATS = variants(json_schema()["properties"]["quantization"])
+_KV_FORMATS = ("none", "fp8", "int8", "nvfp4")
 
 
 # --------------------------------------------------------------------------- build
@@ -36,7 +44,7 @@ engines_dir_option = click.option(
 
 @click.command()
 @click.argument("recipe", type=_FOLDER)
-@engines_dir_option
+@click.option("-o", "--engines-dir", type=_FOLDER, default=_ENGINES, help="Folder in which to make NAME.")
 @click.option("--dry-run", is_flag=True, help="Print the steps with their commands; do nothing.")
 @click.option("--force", is_flag=True, help="Do every step again.")
 @click.option(
@@ -66,12 +74,15 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
             say=progress.say,
             on_progress=lambda child: progress(child.step, child.done, child.total),
         )
+    for warning in built.warnings:
+        print_warning(warning)
     if as_json:
         fields = {
             "engine": str(built.folder),
             "up_to_date": built.up_to_date,
             "reused": list(built.reused),
             "seconds": round(built.seconds, 3),
+            "warnings": list(built.warnings),
             "manifest": built.manifest.model_dump(mode="json", by_alias=True),
         }
         print_json("build", fields)
@@ -113,21 +124,67 @@ def _print_plan(plan: Plan, reused: tuple[str, ...]) -> None:
 # --------------------------------------------------------------------------- quantize
 
 
+def _default(mapping: type[BaseModel], key: str) -> Any:
+    return mapping.model_fields[key].default
+
+
 @click.command()
 @click.option("--model", "source", required=True, help="Checkpoint folder, sample:NAME or hub id.")
-@click.option("--format", "kind", required=True, help="none, fp8, w4a16_awq, w4a8_awq, w8a8_sq or nvfp4.")
+@click.option(
+    "--format",
+    "kind",
+    required=True,
+    metavar="FORMAT",
+    shell_complete=completing(_FORMATS),
+    help=f"Of the weights: one of {', '.join(_FORMATS)}.",
+)
 @click.option("-o", "--output", required=True, type=_FOLDER, help="Folder to write; must not exist.")
-@click.option("--group-size", type=int, help="Weights that share a scale, for the 4-bit AWQ formats.")
-@click.option("--alpha", type=float, help="SmoothQuant's share of the range that moves into the weights.")
-@click.option("--kv-cache", default="none", show_default=True, help="none, fp8, int8 or nvfp4.")
+@click.option(
+    "--group-size",
+    type=int,
+    shell_complete=completing(("32", "64", "128")),
+    show_default=str(_default(W4A16AwqQuantization, "group_size")),
+    help="Weights that share a scale: 32, 64 or 128, for w4a16_awq and w4a8_awq.",
+)
+@click.option(
+    "--alpha",
+    type=float,
+    show_default=str(_default(W8A8SqQuantization, "alpha")),
+    help="SmoothQuant's share of the range that moves into the weights, for w8a8_sq.",
+)
+@click.option(
+    "--kv-cache",
+    default="none",
+    metavar="FORMAT",
+    shell_complete=completing(_KV_FORMATS),
+    help=f"Of the KV cache: one of {', '.join(_KV_FORMATS)}.",
+)
 @click.option("--lm-head", is_flag=True, help="Quantize the output projection too.")
 @click.option("--exclude", multiple=True, help="Modules to leave in 16 bit (glob pattern; may be repeated).")
 @click.option(
-    "--calibration", help="JSONL file with text or messages; default: texts that ship with trtspec."
+    "--calibration",
+    metavar="FILE",
+    show_default="texts that ship with trtspec",
+    help="JSONL file with text or messages on each line.",
 )
-@click.option("--num-samples", type=int, help="Calibration texts.")
-@click.option("--max-tokens", type=int, help="Tokens of one calibration row.")
-@click.option("--seed", type=int, help="Which texts are chosen.")
+@click.option(
+    "--num-samples",
+    type=int,
+    show_default=str(_default(Calibration, "num_samples")),
+    help="Texts to calibrate on, drawn from the data; a warning says so when it has fewer.",
+)
+@click.option(
+    "--max-tokens",
+    type=int,
+    show_default=str(_default(Calibration, "max_tokens")),
+    help="Tokens of one row: the texts are joined and cut into rows of this length.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    show_default=str(_default(Calibration, "seed")),
+    help="Decides which texts are drawn.",
+)
 @json_option
 def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
     """Quantize a checkpoint with ModelOpt, without a recipe.
@@ -165,33 +222,38 @@ def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
 
 def _quantization_json(options: dict[str, Any]) -> str:
     """The options as a recipe's ``quantization`` mapping; InputError names the option."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from trtspec.recipe import Quantization
-
     names = {"calibration": "data", "num_samples": "num_samples", "max_tokens": "max_tokens", "seed": "seed"}
     # By identity: 0 equals False, and --alpha 0 is an answer.
-    given = {
-        name: value
+    given: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
         for name, value in options.items()
         if value is not None and value is not False and value != ()
     }
+    kind, problems = given["kind"], []
+    for name in list(given) if kind in _FORMATS else ():
+        if name not in _FORMATS[kind]["properties"] and name not in names:
+            having = [other for other, schema in _FORMATS.items() if name in schema["properties"]]
+            option = "--" + name.replace("_", "-")
+            problems.append(
+                Problem(f"{option}: goes with --format {' or '.join(having)}, not {kind}; remove it")
+            )
+            del given[name]
     calibration = {key: given.pop(option) for option, key in names.items() if option in given}
     if "data" in calibration:
         calibration["data"] = str(Path(calibration["data"]).resolve())
     value = {**given, **({"calibration": calibration} if calibration else {})}
+    quantization: Any = None
     try:
-        # From JSON: the schema is strict, but its tuples are lists there.
-        quantization: Any = TypeAdapter(Quantization).validate_json(json.dumps(value))
-    except ValidationError as error:
+        quantization = parse_section("quantization", value)
+    except InputError as error:
         options_of = {"kind": "--format", "data": "--calibration"}
-        problems = []
-        for item in error.errors():
-            key = str(item["loc"][-1]) if item["loc"] else "kind"
-            option = options_of.get(key, "--" + key.replace("_", "-"))
-            what = "does not exist for this format" if item["type"] == "extra_forbidden" else item["msg"]
-            problems.append(Problem(f"{option}: {what}"))
-        raise InputError(problems) from None
+        for problem in error.problems:
+            key = (problem.key or "").split("[")[0].rpartition(".")[2]
+            problems.append(
+                Problem(f"{options_of.get(key, '--' + key.replace('_', '-'))}: {problem.message}")
+            )
+    if problems:
+        raise InputError(problems)
     return json.dumps(quantization.model_dump(mode="json"))
 
 
@@ -199,7 +261,7 @@ def _quantization_json(options: dict[str, Any]) -> str:
 
 
 @click.command("list")
-@engines_dir_option
+@click.option("--engines-dir", type=_FOLDER, default=_ENGINES, help="Folder to look in.")
 @json_option
 def list_engines(engines_dir: Path, as_json: bool) -> None:
     """List built engines: state, size, age and what their recipes say."""
@@ -317,7 +379,8 @@ def _quantization_fields(artifact: Artifact) -> dict[str, Any] | None:
         "layers": len(report.layers),
         "sqnr_db_median": measured[len(measured) // 2][0] if measured else None,
         "sqnr_db_worst": [{"module": module, "sqnr_db": sqnr} for sqnr, module in measured[:3]],
-        "calibration_tokens": report.calibration.num_tokens,
+        "calibration": asdict(report.calibration),
+        "calibrated_on": report.calibration.describe(),
         "warnings": report.warnings,
     }
 
@@ -353,11 +416,18 @@ def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, c
             )
             median = f"median {quantization['sqnr_db_median']:.1f} over {quantization['layers']} layers"
             rows.append(("SQNR dB", f"{median}, worst {worst}"))
+        rows.append(("calibrated on", quantization["calibrated_on"]))
         rows += [("warning", warning) for warning in quantization["warnings"]]
     rows += [
         ("recipe digest", manifest.recipe_digest),
         ("source digest", manifest.source.digest),
-        ("calibration", manifest.calibration_digest or "none"),
+    ]
+    if manifest.calibration_digest:
+        rows.append(("texts digest", f"{manifest.calibration_digest} (of the file of calibration texts)"))
+    if quantization:
+        digest = quantization["calibration"]["digest"]
+        rows.append(("rows digest", f"{digest} (of the token ids made from them, as in the report)"))
+    rows += [
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())),
     ]
     for name, value in rows:

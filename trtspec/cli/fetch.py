@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from trtspec import sample
-from trtspec.cli.output import Progress, json_option, print_json
+from trtspec.cli.output import Progress, completing, json_option, print_json
+from trtspec.model_source import SAMPLE_NAMES
 
 
 @click.command()
-@click.argument("name", default="smollm2-135m-instruct")
+@click.argument("name", default=SAMPLE_NAMES[0], shell_complete=completing(SAMPLE_NAMES))
 @click.option(
     "--wheel",
     type=click.Path(path_type=Path),
@@ -21,8 +22,8 @@ from trtspec.cli.output import Progress, json_option, print_json
 def fetch(name: str, wheel: Path | None, as_json: bool) -> None:
     """Put a small sample model into the cache.
 
-    A recipe then names it as sample:NAME. The cache is $TRTSPEC_CACHE, else $XDG_CACHE_HOME/trtspec, else
-    ~/.cache/trtspec. Prints the model's folder.
+    NAME is one of: smollm2-135m-instruct (the default). A recipe then names it as sample:NAME. The cache is
+    $TRTSPEC_CACHE, else $XDG_CACHE_HOME/trtspec, else ~/.cache/trtspec. Prints the model's folder.
     """
     with Progress(quiet=as_json) as progress:
         folder = sample.fetch(name, progress=progress.say, wheel=wheel)

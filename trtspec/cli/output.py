@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -49,6 +49,15 @@ def json_option(function: _Function) -> _Function:
     return click.option(
         "--json", "as_json", is_flag=True, is_eager=True, callback=note, help="Print JSON for programs."
     )(function)
+
+
+def completing(names: Iterable[str]) -> Callable[..., list[str]]:
+    """What an option's ``shell_complete`` wants, for one whose bad values get messages of their own."""
+
+    def complete(_ctx: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
 def print_json(verb: str, fields: Mapping[str, Any]) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trtspec.cli.output import json_option, print_json, problem_fields
+from trtspec.cli.output import completing, json_option, print_json, problem_fields
 from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+from trtspec.model_source import find_model
+from trtspec.modelspec import read_modelspec
 from trtspec.recipe_docs import markdown, starter
 from trtspec.recipe_file import (
     Lint,
@@ -24,9 +28,11 @@ from trtspec.recipe_file import (
     variants,
 )
 from trtspec.recipe_file import lint as lint_file
+from trtspec.recipe_model import AWQ_KINDS, MODEL_RULES, fitting_group_size, fitting_limits
 from trtspec.recipe_rules import RULES
 
 _SECTIONS = json_schema()["properties"]
+_ALL_RULES = {**RULES, **MODEL_RULES}
 
 
 def _kinds(section: str) -> list[str]:
@@ -67,7 +73,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 @click.command()
-@click.option("--name", help="Names engines/NAME; default: from the model.")
+@click.option("--name", show_default="from the model", help="Names engines/NAME.")
 @click.option(
     "--model", default="sample:smollm2-135m-instruct", show_default=True, help="Folder, sample or hub id."
 )
@@ -86,6 +92,12 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
     help="Format of the weights.",
 )
 @click.option(
+    "--group-size",
+    type=click.Choice(["32", "64", "128"]),
+    help="Weights that share a scale, for w4a16_awq and w4a8_awq.",
+    show_default="the largest that divides the model's layers; 128 if the model is not here",
+)
+@click.option(
     "--kv-cache",
     type=click.Choice(["none", "fp8", "int8", "nvfp4"]),
     default="fp8",
@@ -101,7 +113,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 )
 @click.option("--draft-model", help="With draft_model: its folder, sample or hub id.")
 @click.option("--heads", help="With medusa, eagle and eagle3: folder or hub id of the heads.")
-@click.option("-o", "--output", help="File to write; - for stdout. Default: NAME.yaml.")
+@click.option("-o", "--output", show_default="NAME.yaml", help="File to write; - for stdout.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 @json_option
 def init(
@@ -109,6 +121,7 @@ def init(
     model: str,
     backend: str,
     quantization: str,
+    group_size: str | None,
     kv_cache: str,
     speculation: str,
     draft_model: str | None,
@@ -119,8 +132,13 @@ def init(
 ) -> None:
     """Write a starter recipe, every key explained.
 
-    The recipe is checked before it is written, so what init writes, lint accepts.
+    The recipe is checked before it is written, so what init writes, lint accepts. Where the model is on this
+    machine, its config.json is checked too; a relative folder starts at the folder of the recipe.
     """
+    if group_size is not None and quantization not in AWQ_KINDS:
+        raise click.UsageError(
+            f"--group-size goes with --quantization {' or '.join(AWQ_KINDS)}, not {quantization}"
+        )
     drafting: dict[str, Any] = {"kind": speculation}
     if speculation == "draft_model":
         drafting["model"] = {"source": draft_model or _needed("--draft-model", speculation)}
@@ -130,7 +148,7 @@ def init(
         drafting["heads"] = heads or _needed("--heads", speculation)
     elif heads is not None:
         raise click.UsageError(f"--heads goes with --speculation medusa, eagle or eagle3, not {speculation}")
-    data = {
+    data: dict[str, Any] = {
         "version": 1,
         "name": name if name is not None else _name_for(model, quantization, speculation),
         "model": {"source": model},
@@ -138,7 +156,9 @@ def init(
         "quantization": {"kind": quantization, "kv_cache": kv_cache},
         "speculation": drafting,
     }
-    checked = lint_content(json.dumps(data), "recipe")
+    base = Path(output).resolve().parent if output not in (None, "-") else Path.cwd()
+    _fit(data, group_size, base)
+    checked = lint_content(json.dumps(data), "recipe", base)
     if checked.recipe is None:
         # The file does not exist yet, so its lines mean nothing.
         raise InputError([Problem(problem.message, key=problem.key) for problem in checked.errors])
@@ -150,14 +170,34 @@ def init(
         return
     path = Path(output if output is not None else f"{checked.recipe.name}.yaml")
     write_text(path, text, force=force)
-    warnings = lint_file(path).warnings
+    written = lint_file(path, model=True)
     if as_json:
-        listed = [problem_fields(problem) for problem in warnings]
-        print_json("init", {"file": str(path), "name": checked.recipe.name, "warnings": listed})
+        listed = {
+            "warnings": [problem_fields(problem) for problem in written.warnings],
+            "notes": [problem_fields(problem) for problem in written.notes],
+        }
+        print_json("init", {"file": str(path), "name": checked.recipe.name, **listed})
         return
-    for problem in warnings:
-        click.echo(_warning_line(problem))
-    click.echo(f"wrote {path}; next: trtspec build {path}")
+    for problem in written.warnings:
+        click.echo(_marked_line("warning", problem, "yellow"))
+    for problem in written.notes:
+        click.echo(_marked_line("note", problem))
+    click.echo(f"wrote {path}; next: {shlex.join(['trtspec', 'build', str(path)])}")
+
+
+def _fit(data: dict[str, Any], group_size: str | None, base: Path) -> None:
+    """Choose what depends on the model's sizes, as far as they are known: group size and limits."""
+    folder = find_model(data["model"]["source"], base)
+    spec = None
+    if folder is not None:
+        with contextlib.suppress(InputError):  # the check of the whole recipe says what is wrong
+            spec = read_modelspec(folder)
+    if data["quantization"]["kind"] in AWQ_KINDS:
+        fitting = fitting_group_size(spec) if spec is not None else None
+        if group_size is not None or fitting is not None:
+            data["quantization"]["group_size"] = int(group_size or fitting or 0)
+    if spec is not None and (limits := fitting_limits(spec)):
+        data["limits"] = limits
 
 
 def _needed(flag: str, speculation: str) -> str:
@@ -176,20 +216,27 @@ def _name_for(model: str, quantization: str, speculation: str) -> str:
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path())
-@click.option("--explain", metavar="RULE", help="Print why a rule exists and exit.")
+@click.option(
+    "--explain",
+    metavar="RULE",
+    shell_complete=completing(_ALL_RULES),
+    help="Print why a rule exists and exit.",
+)
 @json_option
 @click.pass_context
 def lint(ctx: click.Context, files: tuple[str, ...], explain: str | None, as_json: bool) -> None:
     """Check recipes; report every problem with line and key.
 
-    Needs neither the network nor the model. Exit code 2 if a file has an error; warnings do not fail.
+    Needs neither the network nor the model. Where the model is on this machine (a folder, a fetched sample,
+    the hub's cache), its config.json and vocabulary are checked against the recipe; else a note says that
+    they were not. Exit code 2 if a file has an error; warnings and notes do not fail.
     """
     if explain is not None:
         _explain(explain, as_json)
         return
     if not files:
         raise click.UsageError("no file given; for example: trtspec lint recipes/*.yaml")
-    results = [lint_file(file) for file in files]
+    results = [lint_file(file, model=True) for file in files]
     if as_json:
         print_json("lint", {"files": [_lint_fields(result) for result in results]})
     else:
@@ -207,6 +254,7 @@ def _lint_fields(result: Lint) -> dict[str, Any]:
         "digest": recipe_digest(recipe) if recipe else None,
         "errors": [problem_fields(problem) for problem in result.errors],
         "warnings": [problem_fields(problem) for problem in result.warnings],
+        "notes": [problem_fields(problem) for problem in result.notes],
     }
 
 
@@ -215,9 +263,11 @@ def _print_lint(results: list[Lint]) -> None:
         for problem in result.errors:
             click.echo(click.style(str(problem), fg="red"))
         for problem in result.warnings:
-            click.echo(_warning_line(problem))
+            click.echo(_marked_line("warning", problem, "yellow"))
         if not result.errors and not result.warnings:
             click.echo(f"{result.file}: {click.style('ok', fg='green')}")
+        for problem in result.notes:
+            click.echo(_marked_line("note", problem))
     if len(results) > 1:
         bad = sum(bool(result.errors) for result in results)
         errors = sum(len(result.errors) for result in results)
@@ -232,16 +282,16 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _warning_line(problem: Problem) -> str:
-    marked = Problem(f"{problem.message}", problem.file, problem.line, f"warning: {problem.key or 'file'}")
-    return click.style(str(marked), fg="yellow")
+def _marked_line(mark: str, problem: Problem, color: str | None = None) -> str:
+    marked = Problem(problem.message, problem.file, problem.line, f"{mark}: {problem.key or 'file'}")
+    return click.style(str(marked), fg=color)
 
 
 def _explain(name: str, as_json: bool) -> None:
-    rule = RULES.get(name)
+    rule = _ALL_RULES.get(name)
     if rule is None:
-        close = difflib.get_close_matches(name, RULES, n=3, cutoff=0.4)
-        remedy = f"did you mean {' or '.join(close)}?" if close else f"there is: {', '.join(RULES)}"
+        close = difflib.get_close_matches(name, _ALL_RULES, n=3, cutoff=0.4)
+        remedy = f"did you mean {' or '.join(close)}?" if close else f"there is: {', '.join(_ALL_RULES)}"
         raise InputError(f"no rule {name!r}; {remedy}")
     if as_json:
         fields = {"rule": rule.id, "severity": rule.severity, "reads": list(rule.reads), "why": rule.why}

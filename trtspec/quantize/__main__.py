@@ -13,26 +13,20 @@ import signal
 import sys
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.quantize import quantize
 from trtspec.recipe import Quantization
+from trtspec.recipe_file import parse_section
 
 
 def parse_quantization(text: str) -> Quantization:
     """The recipe's ``quantization`` mapping from JSON; InputError with every problem."""
-    adapter: TypeAdapter[Quantization] = TypeAdapter(Quantization)
     try:
-        return adapter.validate_json(text)
-    except ValidationError as error:
-        problems = []
-        for item in error.errors():
-            # The first part of the location is the union's tag, not a key.
-            keys = [str(part) for part in item["loc"][1:]]
-            found = "" if isinstance(item["input"], dict) else f" (found {item['input']!r})"
-            problems.append(Problem(f"{item['msg']}{found}", key=".".join(["quantization", *keys])))
-        raise InputError(problems) from error
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(Problem(f"not JSON: {error}", key="quantization")) from None
+    quantization: Quantization = parse_section("quantization", value)
+    return quantization
 
 
 def _print_progress(step: str, done: int, total: int) -> None:

@@ -5,7 +5,6 @@ No torch here. Facts about the model come from config.json and from the headers 
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import importlib.util
 import json
@@ -19,23 +18,17 @@ from trtspec.errors import InputError, MissingError, Problem
 from trtspec.folders import refuse_existing
 from trtspec.modelspec import ModelSpec, check_weight_files, linear_modules, read_modelspec
 from trtspec.quantize import calibration
-from trtspec.recipe import NoQuantization, Quantization, W4A8AwqQuantization, W4A16AwqQuantization
+from trtspec.recipe import NoQuantization, Quantization
+from trtspec.recipe_model import excluded_modules, group_findings, module_findings
+from trtspec.recipe_yaml import dotted
 from trtspec.tensor_headers import TensorHeader, read_tensor_headers
 from trtspec.text import Tokenizer
-
-FUSED_INPUTS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-)
-"""Layers with one input: AWQ folds their common input scale into the norm before them, and engines fuse
-them into one matrix, so they are quantized together or not at all."""
 
 NVFP4_MESSAGE = (
     "nvfp4: this version cannot read the exported layout back and check it, so it does not make one; "
     "use w4a16_awq (weights) or fp8 (KV cache)"
 )
 
-GROUP_SIZES = (32, 64, 128)
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PROCESS_BYTES = 1_000_000_000
 """Python with torch, transformers and ModelOpt imported, and what their allocators keep."""
@@ -54,6 +47,7 @@ class Preflight:
     rows: calibration.Rows
     load_dtype: str
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: str) -> Preflight:
@@ -83,9 +77,10 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
         )
         raise InputError(_unique(problems))
     linears = linear_modules(spec)
-    excluded = _excluded(spec, linears, quantization, problems)
+    excluded = excluded_modules(linears, quantization)
     quantized = tuple(module for module in linears if module not in excluded)
-    problems += _group_problems(linears, quantized, quantization)
+    for path, message in (*module_findings(spec, quantization), *group_findings(spec, quantization)):
+        problems.append(Problem(message, key=dotted(("quantization", *path))))
     headers, _ = read_tensor_headers(model_dir)  # its problems are among check_weight_files'
     problems += _dtype_problems(headers)
     if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
@@ -107,17 +102,27 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
     if problems or tokenizer is None or samples is None or rows is None:
         raise InputError(_unique(problems))
 
-    notes = []
-    if len(samples) < quantization.calibration.num_samples:
-        notes.append(
-            f"calibration: {quantization.calibration.num_samples} samples asked for, "
-            f"{len(samples)} there are; all are used"
+    warnings = []
+    asked = quantization.calibration
+    if rows.num_samples < asked.num_samples:
+        warnings.append(
+            f"calibration: {asked.num_samples} texts asked for (num_samples), {asked.data} has "
+            f"{rows.num_samples}; all are used"
         )
     _require_room(out_dir, weight_bytes(model_dir))
     available = available_memory_bytes() if device == "cpu" else None
-    load_dtype, memory_notes = choose_load_dtype(spec, quantization, rows, available)
-    notes += memory_notes
-    return Preflight(spec, linears, quantized, tuple(excluded), tokenizer, rows, load_dtype, tuple(notes))
+    load_dtype, notes = choose_load_dtype(spec, quantization, rows, available)
+    return Preflight(
+        spec,
+        linears,
+        quantized,
+        tuple(excluded),
+        tokenizer,
+        rows,
+        load_dtype,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
 # --------------------------------------------------------------------------- single checks
@@ -173,82 +178,6 @@ def _refuse_nvfp4(quantization: Quantization, device: str) -> None:
         )
     if asked:
         raise InputError(Problem(NVFP4_MESSAGE, key=f"quantization.{asked[0]}"))
-
-
-def _excluded(
-    spec: ModelSpec,
-    linears: Mapping[str, tuple[int, int]],
-    quantization: Quantization,
-    problems: list[Problem],
-) -> list[str]:
-    if isinstance(quantization, NoQuantization):
-        return list(linears)
-    excluded = set()
-    if not quantization.lm_head and "lm_head" in linears:
-        excluded.add("lm_head")
-    elif quantization.lm_head and spec.tie_embeddings:
-        problems.append(
-            Problem(
-                "true, but this model ties its output projection to the embedding, which stays in 16 bit; "
-                "set it to false",
-                key="quantization.lm_head",
-            )
-        )
-    for index, pattern in enumerate(quantization.exclude):
-        matched = fnmatch.filter(linears, pattern)
-        if not matched:
-            problems.append(
-                Problem(
-                    f"{pattern!r} matches no linear layer; names look like model.layers.0.mlp.down_proj",
-                    key=f"quantization.exclude[{index}]",
-                )
-            )
-        excluded.update(matched)
-    problems += _split_problems(spec, excluded)
-    if not problems and excluded >= set(linears):
-        problems.append(Problem("excludes every layer; use kind none", key="quantization.exclude"))
-    return [module for module in linears if module in excluded]
-
-
-def _split_problems(spec: ModelSpec, excluded: set[str]) -> list[Problem]:
-    problems = []
-    for members in FUSED_INPUTS:
-        split = [
-            layer
-            for layer in range(spec.num_layers)
-            if 0 < sum(f"model.layers.{layer}.{member}" in excluded for member in members) < len(members)
-        ]
-        if split:
-            names = ", ".join(member.rpartition(".")[2] for member in members)
-            problems.append(
-                Problem(
-                    f"leaves only some of {names} of layer {split[0]}"
-                    + (f" (and {len(split) - 1} more)" if len(split) > 1 else "")
-                    + " in 16 bit; they share one input, exclude all of them or none",
-                    key="quantization.exclude",
-                )
-            )
-    return problems
-
-
-def _group_problems(
-    linears: Mapping[str, tuple[int, int]], quantized: tuple[str, ...], quantization: Quantization
-) -> list[Problem]:
-    if not isinstance(quantization, W4A16AwqQuantization | W4A8AwqQuantization):
-        return []
-    size = quantization.group_size
-    bad = [module for module in quantized if linears[module][1] % size]
-    if not bad:
-        return []
-    fitting = [str(g) for g in GROUP_SIZES if all(linears[module][1] % g == 0 for module in quantized)]
-    remedy = f"use {' or '.join(fitting)}" if fitting else "exclude those layers or use fp8 or w8a8_sq"
-    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-    return [
-        Problem(
-            f"{size} does not divide the {linears[bad[0]][1]} inputs of {bad[0]}{more}; {remedy}",
-            key="quantization.group_size",
-        )
-    ]
 
 
 def _dtype_problems(headers: Mapping[str, TensorHeader]) -> list[Problem]:

@@ -44,7 +44,12 @@ class KvLayerReport:
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """On which tokens the scales were measured. ``digest`` is the SHA-256 of the rows of token ids."""
+    """On which tokens the scales were measured: ``num_samples`` texts were used, joined, and cut into
+    ``num_rows`` rows of ``row_tokens`` tokens (the last may be shorter), ``num_tokens`` in all.
+
+    How many texts were asked for is ``quantization.calibration.num_samples`` of the report. ``digest`` is
+    the SHA-256 of the rows of token ids: other texts, another tokenizer or another seed change it.
+    """
 
     data: str
     seed: int
@@ -54,11 +59,17 @@ class CalibrationReport:
     row_tokens: int
     digest: str
 
+    def describe(self) -> str:
+        """``64 texts of builtin: 10,009 tokens in 20 rows of up to 512``"""
+        texts = f"{self.num_samples} text{'s' * (self.num_samples != 1)} of {self.data}"
+        rows = f"{self.num_rows} row{'s' * (self.num_rows != 1)} of up to {self.row_tokens}"
+        return f"{texts}: {self.num_tokens:,} tokens in {rows}"
+
 
 @dataclass(frozen=True)
 class Report:
-    """Sizes count weight files. ``seconds`` has one entry a step; ``warnings`` are those of the tools that
-    are not known noise; ``notes`` are decisions that were taken."""
+    """Sizes count weight files. ``seconds`` has one entry a step; ``warnings`` are what was not done as asked
+    and those of the tools that are not known noise; ``notes`` are decisions that were taken."""
 
     quantization: dict[str, Any]
     quant_algo: str | None
@@ -100,6 +111,7 @@ class Report:
             middle = measured[len(measured) // 2][0]
             worst = ", ".join(f"{module} {sqnr:.1f} dB" for sqnr, module in measured[:3])
             lines.append(f"{len(measured)} layers, median SQNR {middle:.1f} dB; lowest: {worst}")
+        lines.append(f"calibrated on {self.calibration.describe()}")
         lines.extend(self.notes)
         lines.extend(f"warning: {warning}" for warning in self.warnings)
         return "\n".join(lines)

@@ -59,8 +59,8 @@ def quantize(
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     remove_partials(out_dir, say=say)
     found = preflight.check(model_dir, out_dir, quantization, device)
-    for note in found.notes:
-        say(note)
+    for line in (*found.notes, *(f"warning: {warning}" for warning in found.warnings)):
+        say(line)
     with new_folder(out_dir, say=say) as partial:
         try:
             report = _work(model_dir, partial, quantization, found, progress, device)
@@ -163,7 +163,7 @@ def _work(
         kv_layers=kv_layers,
         unquantized=list(found.excluded),
         checks=passed,
-        warnings=warnings,
+        warnings=[*found.warnings, *warnings],
         notes=notes,
     )
 
