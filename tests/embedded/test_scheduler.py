@@ -64,8 +64,8 @@ def test_drafts_only_where_the_prompt_is_computed_and_as_room_allows() -> None:
     found.add(state("b", 2, max_new_tokens=3))
     found.add(state("c", 9, max_new_tokens=3))
     finish_rows(found, found.schedule({}))
-    room = {sequence.request.id: most for sequence, most in found.draft_room()}
-    assert room == {"a": 5, "b": 1}  # a: rows left beside two decode rows; b: 2 tokens still wanted
+    room = {sequence.request.id: (levels, nodes) for sequence, levels, nodes in found.draft_room()}
+    assert room == {"a": (5, 5), "b": (1, 5)}  # 5 rows beside two decode rows; b: 2 tokens still wanted
     plan = found.schedule({"a": 4, "b": 1, "c": 4})
     assert shape(plan) == [("a", 2, 1, 4), ("b", 2, 1, 1)]  # the prompt of c waits for rows
     assert sum(row.count + row.num_draft for row in plan.rows) == 7
@@ -162,7 +162,7 @@ class ForgetsTheRowBudget(Scheduler):
 
 class DraftsBeyondTheEnd(Scheduler):
     def draft_room(self):
-        return [(sequence, most + 3) for sequence, most in super().draft_room()]
+        return [(sequence, levels + 3, nodes) for sequence, levels, nodes in super().draft_room()]
 
 
 def live(found: Scheduler, seed: int, num_requests: int = 60) -> None:
@@ -184,7 +184,7 @@ def live(found: Scheduler, seed: int, num_requests: int = 60) -> None:
             expected[sequence.request.id] = list(sequence.tokens)
         if not arrivals and not found.running and not found.waiting:
             break
-        room = {sequence.request.id: most for sequence, most in found.draft_room()}
+        room = {sequence.request.id: levels for sequence, levels, _ in found.draft_room()}
         plan = found.schedule({name: min(most, chance.randint(0, 4)) for name, most in room.items()})
         assert sum(row.count + row.num_draft for row in plan.rows) <= rows
         assert len(found.running) <= found.max_batch_size

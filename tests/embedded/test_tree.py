@@ -7,7 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, chain, children, depths, path_to, tree_mask, truncate
+from trtspec.embedded.tree import (
+    EMPTY_DRAFT,
+    Draft,
+    chain,
+    children,
+    depths,
+    no_deeper,
+    path_to,
+    tree_mask,
+    truncate,
+)
 
 
 @st.composite
@@ -107,3 +117,29 @@ def test_no_speculation_is_the_empty_chain() -> None:
 def test_fields_that_do_not_fit_are_refused(tokens, parents, probs, message) -> None:
     with pytest.raises(ValueError, match=message):
         Draft(tokens, parents, probs)
+
+
+@given(trees(), st.integers(0, 12), st.integers(-1, 12), st.integers(0, 12))
+def test_nodes_to_observe_stay_last_and_nobodys_children(
+    draft: Draft, observed: int, max_nodes: int, max_depth: int
+) -> None:
+    draft = Draft(draft.tokens, draft.parents, None, min(observed, len(draft)))
+    assert [node for nodes in children(draft) for node in nodes] == sorted(
+        range(draft.num_candidates), key=lambda node: (draft.parents[node], node)
+    )
+    cut = truncate(draft, max_nodes)
+    assert cut.num_candidates == min(draft.num_candidates, max(0, max_nodes))
+    shallow = no_deeper(draft, max_depth)
+    depth = depths(draft)
+    kept = [node for node in range(len(draft)) if depth[node] <= max_depth]
+    assert [shallow.tokens[at] for at in range(len(shallow))] == [draft.tokens[node] for node in kept]
+    assert list(depths(shallow)) == [depth[node] for node in kept]
+    assert shallow.num_candidates == sum(node < draft.num_candidates for node in kept)
+    for at, node in enumerate(kept):
+        path = [draft.tokens[step] for step in path_to(draft, node)]
+        assert [shallow.tokens[step] for step in path_to(shallow, at)] == path
+
+
+def test_more_nodes_to_observe_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="to observe"):
+        Draft((1,), (-1,), None, 2)

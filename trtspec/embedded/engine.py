@@ -31,7 +31,7 @@ from trtspec.embedded.model import Decoder
 from trtspec.embedded.sampling import Draw, TargetLaw, generator_draw
 from trtspec.embedded.scheduler import ScheduledRows, Scheduler, SequenceState
 from trtspec.embedded.scoring import score_text
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, tree_mask, truncate
+from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, no_deeper, tree_mask, truncate
 from trtspec.engine import EngineStats, FinishReason, Output, Request, Sampling, Scores
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import Limits
@@ -223,9 +223,12 @@ class EmbeddedEngine:
         """Drafts by request id, for the sequences that have room for one."""
         if self._drafter is None or not (room := self._scheduler.draft_room()):
             return {}
-        views = [_view(sequence, max_draft) for sequence, max_draft in room]
+        views = [_view(*place) for place in room]
         drafts = self._drafter.propose(views)
-        return {view.id: truncate(draft, view.max_draft) for view, draft in zip(views, drafts, strict=True)}
+        return {
+            view.id: truncate(no_deeper(draft, view.max_draft), view.room)
+            for view, draft in zip(views, drafts, strict=True)
+        }
 
     def _verify(self, rows: ScheduledRows, draft: Draft, law: TargetLaw) -> Accepted:
         accept = exact if law.sampling.greedy else self._accept
@@ -252,9 +255,9 @@ class EmbeddedEngine:
             return None
         self._counters.generated_tokens += len(new)
         self._counters.decode_steps += 1
-        self._counters.drafted_tokens += len(draft)
+        self._counters.drafted_tokens += draft.num_candidates
         self._counters.accepted_tokens += len(path)
-        return Output(sequence.request.id, tuple(new), len(draft), len(path), reason)
+        return Output(sequence.request.id, tuple(new), draft.num_candidates, len(path), reason)
 
     def _observe(
         self,
@@ -267,7 +270,7 @@ class EmbeddedEngine:
         if self._drafter is None:
             return
         self._drafter.observe(
-            [_view(scheduled.sequence, 0) for scheduled in rows],
+            [_view(scheduled.sequence, 0, 0) for scheduled in rows],
             accepted,
             [
                 {layer: states[part.first : part.first + part.count] for layer, states in hidden.items()}
@@ -316,8 +319,8 @@ class EmbeddedEngine:
         return self._model, self._store
 
 
-def _view(sequence: SequenceState, max_draft: int) -> DraftView:
-    return DraftView(sequence.request.id, sequence.tokens, max_draft, sequence.request.sampling)
+def _view(sequence: SequenceState, max_draft: int, max_nodes: int) -> DraftView:
+    return DraftView(sequence.request.id, sequence.tokens, max_draft, sequence.request.sampling, max_nodes)
 
 
 def _step_batch(rows: Sequence[ScheduledRows], drafts: Sequence[Draft], device: torch.device) -> StepBatch:

@@ -114,15 +114,20 @@ class Scheduler:
             self.cache.release(sequence.table)
             sequence.table = None
 
-    def draft_room(self) -> list[tuple[SequenceState, int]]:
-        """Sequences that the next step may draft for, and the most nodes of each draft.
+    def draft_room(self) -> list[tuple[SequenceState, int, int]]:
+        """Sequences that the next step may draft for, and the most levels and nodes of each draft.
 
-        A draft of n nodes yields up to n + 1 tokens, so it stays below the tokens still wanted.
+        A draft n levels deep yields up to n + 1 tokens, so it stays below the tokens still wanted.
         """
         decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
         budget = self.max_num_tokens - len(decoding)
-        room = ((sequence, min(sequence.num_remaining - 1, budget)) for sequence in decoding)
-        return [(sequence, most) for sequence, most in room if most > 0]
+        if budget <= 0:
+            return []
+        return [
+            (sequence, min(sequence.num_remaining - 1, budget), budget)
+            for sequence in decoding
+            if sequence.num_remaining > 1
+        ]
 
     def schedule(self, num_drafted: Mapping[str, int]) -> Plan:
         """Choose the rows of the next forward; ``num_drafted`` are the nodes on offer, by request id.

@@ -33,6 +33,9 @@ class Draft:
     probs: Tensor | None = field(default=None, compare=False)
     """[n, vocab]: row i is the law that node i was drawn from given its parent, *before* the tokens of
     earlier siblings are taken out of it. None: candidates chosen without randomness (point masses)."""
+    num_observed: int = 0
+    """The last so many nodes are no candidates: the target computes them so that the drafter may observe
+    what follows (lookahead's window), acceptance never goes there."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -40,6 +43,8 @@ class Draft:
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
                 raise ValueError(f"draft node {node} has parent {parent}; must be -1 or an earlier node")
+        if not 0 <= self.num_observed <= len(self.tokens):
+            raise ValueError(f"draft of {len(self.tokens)} tokens with {self.num_observed} to observe")
         if self.probs is not None and (self.probs.ndim != 2 or self.probs.shape[0] != len(self.tokens)):
             raise ValueError(
                 f"draft of {len(self.tokens)} tokens with probs of shape {list(self.probs.shape)}; "
@@ -49,6 +54,11 @@ class Draft:
     def __len__(self) -> int:
         """The number of nodes."""
         return len(self.tokens)
+
+    @property
+    def num_candidates(self) -> int:
+        """The nodes that may be accepted: the first so many."""
+        return len(self.tokens) - self.num_observed
 
     @property
     def is_chain(self) -> bool:
@@ -75,7 +85,24 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
     if max_nodes <= 0:
         return EMPTY_DRAFT
     probs = None if draft.probs is None else draft.probs[:max_nodes]
-    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs)
+    num_observed = max(0, max_nodes - draft.num_candidates)
+    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs, num_observed)
+
+
+def no_deeper(draft: Draft, max_depth: int) -> Draft:
+    """The nodes at most ``max_depth`` below the current token, in their order; prefix-closed as before."""
+    kept = [node for node, depth in enumerate(depths(draft)) if depth <= max_depth]
+    if len(kept) == len(draft):
+        return draft
+    if not kept:
+        return EMPTY_DRAFT
+    place = {-1: -1} | {node: at for at, node in enumerate(kept)}
+    return Draft(
+        tuple(draft.tokens[node] for node in kept),
+        tuple(place[draft.parents[node]] for node in kept),
+        None if draft.probs is None else draft.probs[kept],
+        sum(node >= draft.num_candidates for node in kept),
+    )
 
 
 def depths(draft: Draft) -> tuple[int, ...]:
@@ -90,9 +117,9 @@ def depths(draft: Draft) -> tuple[int, ...]:
 
 
 def children(draft: Draft) -> list[list[int]]:
-    """Of each row, the nodes that may follow it, in node order; length n + 1."""
+    """Of each row, the candidates that may follow it, in node order; length n + 1."""
     found: list[list[int]] = [[] for _ in range(len(draft) + 1)]
-    for node, parent in enumerate(draft.parents):
+    for node, parent in enumerate(draft.parents[: draft.num_candidates]):
         found[parent + 1].append(node)
     return found
 

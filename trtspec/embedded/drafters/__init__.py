@@ -22,9 +22,17 @@ class DraftView:
     """Every known token, prompt and generated; the last is the current token. Only ever grows, and may be
     the engine's own list: read it during the call, keep no reference to it."""
     max_draft: int
-    """The most nodes that the draft may have."""
+    """The most tokens that a chain may have, and the deepest level of a tree."""
     sampling: Sampling = field(default_factory=Sampling)
     """The request's own, for a drafter that draws its candidates."""
+    max_nodes: int | None = None
+    """The most nodes that a tree may have, if none is deeper than ``max_draft``; None: ``max_draft``. Near the
+    end of an answer a broad tree fits where a long chain does not."""
+
+    @property
+    def room(self) -> int:
+        """The most nodes of any draft."""
+        return self.max_draft if self.max_nodes is None else self.max_nodes
 
 
 class Drafter(Protocol):
@@ -34,8 +42,8 @@ class Drafter(Protocol):
     """The target's layers whose outputs :meth:`observe` wants; () for none."""
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
-        """One draft per sequence, in order, of at most ``max_draft`` nodes; EMPTY_DRAFT where there is
-        nothing to propose. Sequences may be missing in one call and back in the next (preemption)."""
+        """One draft per sequence, in order, of at most ``room`` nodes and ``max_draft`` levels (the engine
+        cuts off what is beyond); EMPTY_DRAFT where there is nothing to propose. Sequences may be missing in one call and back in the next (preemption)."""
         ...
 
     def observe(
