@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +110,33 @@ def test_qwen_window_is_off_unless_used(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported; only 'silu'"),
         ({"attention_bias": True}, "attention_bias: True is not supported"),
         ({"mlp_bias": True}, "mlp_bias: True is not supported"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps: -1 is not a positive number"),
-        ({"rope_theta": "big"}, "rope_theta: 'big' is not a positive number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: -1 is not a number from 1e-12 to 1"),
+        ({"rope_theta": "big"}, "rope_theta: 'big' is not a number from 1 to"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "one of default, linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: None is not a positive number"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: None is not a number from 1 to 1e+06"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor"),
         ({"rope_scaling": 3}, "rope_scaling: 3 is not a mapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id: '</s>' is not a token id"),
+        ({"eos_token_id": 320}, "eos_token_id: 320 is not a token of this model, which has 320"),
+        (
+            {"eos_token_id": 10**30},
+            "eos_token_id: 1000000000000000000000000000000 is not a token of this model",
+        ),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers: 10000000 exceeds 1000"),
+        ({"vocab_size": 10**4000}, "vocab_size: an enormous number exceeds"),
+        ({"num_attention_heads": 10**30}, "num_attention_heads: 1000000000000000000000000000000 exceeds"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: 'false' is not true or false"),
+        ({"torch_dtype": {"a": 1}}, "torch_dtype: {'a': 1} is not supported; one of float64"),
+        ({"dtype": "int4"}, "dtype: 'int4' is not supported"),
+        ({"rope_theta": 1e-300}, "rope_theta: 1e-300 is not a number from 1 to"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 1e-300}}, "rope_scaling.factor: 1e-300 is not"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": "x"}},
+            "rope_scaling.beta_fast: 'x'",
+        ),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling.rope_type: ['yarn'] is not supported"),
+        ({"architectures": ["x" * 5000]}, "architectures: ['xxx"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' cannot be run"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "hf_quant_config.json is missing"),
     ],
@@ -126,6 +147,38 @@ def test_bad_configs_are_refused(folder: Path, changes: dict[str, Any], message:
     text = problems_of(folder)
     assert message in text
     assert str(folder / "config.json") in text
+    assert len(text) < 1000
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 200_000, b'{"a": "\\ud800"}', b'{"vocab_size": ' + b"1" * 5000 + b"}"]
+)
+def test_json_that_breaks_its_readers_is_refused(folder: Path, raw: bytes) -> None:
+    for name in ("config.json", "generation_config.json", "hf_quant_config.json"):
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_bytes(raw)
+        assert f"{name}: is not JSON: " in problems_of(folder)
+        if before is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(before)
+
+
+def test_a_claim_of_layers_costs_no_memory(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=10_000_000)
+    tracemalloc.start()
+    assert "exceeds 1000" in problems_of(folder)
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("producer", [7, "modelopt", [], {"name": 1}])
+def test_an_odd_producer_is_only_a_name(folder: Path, producer: Any) -> None:
+    value = {"producer": producer, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(value))
+    quant = read_modelspec(folder).quant
+    assert quant is not None
+    assert quant.producer == ("1" if isinstance(producer, dict) else "unknown")
 
 
 def test_all_problems_come_at_once(folder: Path) -> None:
@@ -193,6 +246,75 @@ def test_files_that_are_too_long_or_malformed(folder: Path) -> None:
     assert "longer than its header says" in weight_problems(folder)
     path.write_bytes(good[:8] + b"[" + good[9:])
     assert "malformed" in weight_problems(folder)
+
+
+def header_and_data(path: Path) -> tuple[dict[str, Any], bytes]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def write_tensors(path: Path, header: Any, data: bytes) -> None:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
+
+
+def test_tensors_must_tile_the_data(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    header, data = header_and_data(path)
+    write_tensors(path, header, data)
+    assert weight_problems(folder) == ""
+    first, second = (f"model.layers.{i}.mlp.up_proj.weight" for i in range(2))
+    shared = {**header, second: {**header[second], "data_offsets": header[first]["data_offsets"]}}
+    write_tensors(path, shared, data)
+    assert "overlaps" in weight_problems(folder)
+    gap = {
+        name: {**value, "data_offsets": [offset + 16 for offset in value["data_offsets"]]}
+        for name, value in header.items()
+        if name != "__metadata__"
+    }
+    write_tensors(path, gap, b"\0" * 16 + data)
+    assert "16 bytes before" in weight_problems(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 100_000,
+        b'{"\\ud800": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}}',
+        {"x": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}},
+        {"x": 1},
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_odd_headers_are_malformed(folder: Path, header: Any) -> None:
+    write_tensors(folder / "model.safetensors", header, b"\0" * 4)
+    assert "malformed" in weight_problems(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(os.mkfifo, "is not a regular file"), (os.mkdir, "is a folder"), (lambda path: None, "no weights")],
+)
+def test_weights_that_are_no_file(folder: Path, make: Any, says: str) -> None:
+    (folder / "model.safetensors").unlink()
+    make(folder / "model.safetensors")
+    assert says in weight_problems(folder)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x.safetensors", "a/b", "a\0b", "", "x" * 300])
+def test_an_index_may_not_leave_its_folder(tmp_path: Path, name: str) -> None:
+    folder = make_tiny_model(tmp_path, shards=2, tokenizer=False)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["x"] = name
+    path.write_text(json.dumps(index))
+    text = weight_problems(folder)
+    assert "is not the name of a file in this folder" in text
+    assert len(text.splitlines()) == 1
 
 
 def test_missing_and_misplaced_shards(tmp_path: Path) -> None:

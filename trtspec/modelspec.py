@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from trtspec.config_values import ConfigValues, shown_value
 from trtspec.errors import InputError, Problem
 from trtspec.tensor_headers import TensorHeader, read_json, read_tensor_headers
 
@@ -42,6 +43,11 @@ KV_ALGOS = ("FP8", "INT8")
 CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 GENERATION_CONFIG = "generation_config.json"
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+_MAX_LAYERS = 1000
+"""The deepest published decoders have 126; names are made for every layer that a config claims."""
+_MAX_ROPE_THETA = 1e12
 
 
 @dataclass(frozen=True)
@@ -102,39 +108,6 @@ class ModelSpec:
 # --------------------------------------------------------------------------- config.json
 
 
-class _Config:
-    """Typed reads from one JSON mapping that collect problems instead of raising."""
-
-    def __init__(self, values: Mapping[str, Any], file: Path, problems: list[Problem]) -> None:
-        self.values, self.file, self.problems = values, str(file), problems
-
-    def bad(self, key: str, message: str) -> None:
-        self.problems.append(Problem(message, file=self.file, key=key))
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self.values.get(key)
-        if value is None:
-            if default is None:
-                self.bad(key, f"missing; an integer of at least {minimum} is needed")
-                return minimum
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            self.bad(key, f"{value!r} is not an integer of at least {minimum}")
-            return minimum
-        return value
-
-    def positive(self, key: str, default: float) -> float:
-        value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            self.bad(key, f"{value!r} is not a positive number")
-            return default
-        return float(value)
-
-    def refuse_if(self, key: str, why: str) -> None:
-        if self.values.get(key):
-            self.bad(key, f"{self.values[key]!r} is not supported: {why}")
-
-
 def read_modelspec(folder: Path) -> ModelSpec:
     """The model in ``folder``.
 
@@ -151,12 +124,14 @@ def read_modelspec(folder: Path) -> ModelSpec:
         if not path.exists():
             problems = [Problem("missing; the folder is not a Hugging Face checkpoint", file=str(path))]
         raise InputError(problems)
-    config = _Config(values, path, problems)
+    config = ConfigValues(values, path, problems)
     architectures = values.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     family = FAMILIES.get(architecture)
     if family is None:
-        config.bad("architectures", f"{architectures!r} is not supported; one of {', '.join(FAMILIES)}")
+        config.bad(
+            "architectures", f"{shown_value(architectures)} is not supported; one of {', '.join(FAMILIES)}"
+        )
         raise InputError(problems)
 
     hidden = config.integer("hidden_size")
@@ -177,13 +152,13 @@ def read_modelspec(folder: Path) -> ModelSpec:
     if family != "qwen2":
         config.refuse_if("attention_bias", "biases on all four attention projections")
     config.refuse_if("mlp_bias", "biases in the feed-forward layers")
-    max_positions = config.integer("max_position_embeddings")
+    max_positions = config.integer("max_position_embeddings", maximum=1 << 30)
     rope_theta, rope_scaling = _read_rope(config, max_positions)
     sliding_window = _read_sliding_window(config, family, max_positions)
     spec = ModelSpec(
         architecture=architecture,
         family=family,
-        num_layers=config.integer("num_hidden_layers"),
+        num_layers=config.integer("num_hidden_layers", maximum=_MAX_LAYERS),
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size"),
         num_heads=heads,
@@ -192,14 +167,14 @@ def read_modelspec(folder: Path) -> ModelSpec:
         vocab_size=config.integer("vocab_size"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6, 1e-12, 1.0),
         max_positions=max_positions,
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         sliding_window=sliding_window,
         eos_token_ids=_read_eos(folder, config, problems),
-        dtype=str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch."),
+        dtype=_read_dtype(config),
         quant=_read_quant(folder, config, problems),
     )
     if problems:
@@ -207,7 +182,24 @@ def read_modelspec(folder: Path) -> ModelSpec:
     return spec
 
 
-def _read_rope(config: _Config, max_positions: int) -> tuple[float, dict[str, Any] | None]:
+def _read_dtype(config: ConfigValues) -> str:
+    key = "dtype" if config.values.get("dtype") else "torch_dtype"
+    value = config.values.get(key) or "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in DTYPES:
+        config.bad(key, f"{shown_value(value)} is not supported; one of {', '.join(DTYPES)}")
+        return "float32"
+    return name
+
+
+def read_rope(
+    values: Mapping[str, Any], file: Path, problems: list[Problem], max_positions: int
+) -> tuple[float, dict[str, Any] | None]:
+    """(rope_theta, rope_scaling) of any config.json, draft heads' too; what is wrong goes to ``problems``."""
+    return _read_rope(ConfigValues(values, file, problems), max_positions)
+
+
+def _read_rope(config: ConfigValues, max_positions: int) -> tuple[float, dict[str, Any] | None]:
     """rope_theta and the scaling, from ``rope_theta`` + ``rope_scaling`` (transformers 4) or
     ``rope_parameters`` (transformers 5). Newer files may hold both; they must then agree."""
     values = config.values
@@ -219,9 +211,10 @@ def _read_rope(config: _Config, max_positions: int) -> tuple[float, dict[str, An
     if any(isinstance(value, dict) for value in parameters.values()):
         config.bad("rope_parameters", "one setting per layer type is not supported; a single mapping is")
         return 10000.0, None
-    theta = config.positive("rope_theta", 10000.0)
+    theta = config.number("rope_theta", 10000.0, 1.0, _MAX_ROPE_THETA)
     if "rope_theta" in parameters:
-        new_theta = _Config(parameters, Path(config.file), config.problems).positive("rope_theta", theta)
+        new = ConfigValues(parameters, Path(config.file), config.problems)
+        new_theta = new.number("rope_theta", theta, 1.0, _MAX_ROPE_THETA)
         if values.get("rope_theta") is not None and new_theta != theta:
             config.bad("rope_theta", f"{theta} contradicts rope_parameters.rope_theta {new_theta}")
         theta = new_theta
@@ -229,33 +222,43 @@ def _read_rope(config: _Config, max_positions: int) -> tuple[float, dict[str, An
     scaling = {k: v for k, v in (values.get("rope_scaling") or parameters).items() if k != "rope_theta"}
     partial = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        config.bad("partial_rotary_factor", f"{partial!r} is not supported; only 1.0")
+        config.bad("partial_rotary_factor", f"{shown_value(partial)} is not supported; only 1.0")
     rope_type = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
-    if rope_type not in ROPE_TYPES:
-        config.bad(f"{section}.rope_type", f"{rope_type!r} is not supported; one of {', '.join(ROPE_TYPES)}")
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        config.bad(
+            f"{section}.rope_type",
+            f"{shown_value(rope_type)} is not supported; one of {', '.join(ROPE_TYPES)}",
+        )
         return theta, None
     if rope_type == "default":
         return theta, None
     scaling.setdefault("original_max_position_embeddings", max_positions)
-    needed = ["factor", "original_max_position_embeddings"]
+    # Only the long end of the scale is stretched: factors below 1 exist in no checkpoint.
+    bounds = {"factor": (1.0, 1e6), "original_max_position_embeddings": (1.0, 2.0**30)}
     if rope_type == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor"]
-    for key in needed:
+        bounds |= {"low_freq_factor": (1e-6, 1e6), "high_freq_factor": (1e-6, 1e6)}
+    for key, (low, high) in bounds.items():
         value = scaling.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            config.bad(f"{section}.{key}", f"{value!r} is not a positive number; {rope_type!r} needs it")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            message = f"{shown_value(value)} is not a number from {low:g} to {high:g}; {rope_type!r} needs it"
+            config.bad(f"{section}.{key}", message)
+    for key in ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
+        value = scaling.get(key)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e6
+        if value is not None and not good:
+            config.bad(f"{section}.{key}", f"{shown_value(value)} is not a number from 0 to 1e+06")
     return theta, {"rope_type": rope_type, **scaling}
 
 
-def _read_sliding_window(config: _Config, family: Family, max_positions: int) -> int | None:
+def _read_sliding_window(config: ConfigValues, family: Family, max_positions: int) -> int | None:
     values = config.values
     window = values.get("sliding_window")
     if family == "llama" or window is None:
         return None
-    if family in ("qwen2", "qwen3") and not values.get("use_sliding_window", False):
+    if family in ("qwen2", "qwen3") and not config.flag("use_sliding_window"):
         return None
-    window = config.integer("sliding_window")
+    window = config.integer("sliding_window", maximum=1 << 30)
     if window >= max_positions:
         return None
     if family in ("qwen2", "qwen3"):
@@ -267,7 +270,7 @@ def _read_sliding_window(config: _Config, family: Family, max_positions: int) ->
     return window
 
 
-def _read_eos(folder: Path, config: _Config, problems: list[Problem]) -> tuple[int, ...]:
+def _read_eos(folder: Path, config: ConfigValues, problems: list[Problem]) -> tuple[int, ...]:
     """The union of generation_config.json and config.json: chat models list the turn's end in only one."""
     tokens: set[int] = set()
     path = folder / GENERATION_CONFIG
@@ -277,13 +280,17 @@ def _read_eos(folder: Path, config: _Config, problems: list[Problem]) -> tuple[i
         listed = value if isinstance(value, list) else [] if value is None else [value]
         for token in listed:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                problems.append(Problem(f"{token!r} is not a token id", file=str(file), key="eos_token_id"))
+                message = f"{shown_value(token)} is not a token id"
+                problems.append(Problem(message, file=str(file), key="eos_token_id"))
+            elif isinstance(size := config.values.get("vocab_size"), int) and token >= size > 0:
+                message = f"{shown_value(token)} is not a token of this model, which has {shown_value(size)}"
+                problems.append(Problem(message, file=str(file), key="eos_token_id"))
             else:
                 tokens.add(token)
     return tuple(sorted(tokens))
 
 
-def _read_quant(folder: Path, config: _Config, problems: list[Problem]) -> QuantSpec | None:
+def _read_quant(folder: Path, config: ConfigValues, problems: list[Problem]) -> QuantSpec | None:
     path = folder / QUANT_CONFIG
     inline = config.values.get("quantization_config")
     if not path.exists():
@@ -294,7 +301,7 @@ def _read_quant(folder: Path, config: _Config, problems: list[Problem]) -> Quant
             remedy = f"{QUANT_CONFIG} is missing beside it; export again with ModelOpt"
         else:
             remedy = "only ModelOpt exports are; start from the 16-bit checkpoint"
-        config.bad("quantization_config.quant_method", f"{method!r} cannot be run: {remedy}")
+        config.bad("quantization_config.quant_method", f"{shown_value(method)} cannot be run: {remedy}")
         return None
     values = read_json(path, problems)
     if values is None:
@@ -303,19 +310,26 @@ def _read_quant(folder: Path, config: _Config, problems: list[Problem]) -> Quant
     if not isinstance(quantization, dict):
         problems.append(Problem("missing or not a mapping", file=str(path), key="quantization"))
         return None
-    section = _Config(quantization, path, problems)
+    section = ConfigValues(quantization, path, problems)
     algo, kv_algo = quantization.get("quant_algo"), quantization.get("kv_cache_quant_algo")
-    if algo is not None and algo not in QUANT_ALGOS:
-        section.bad("quantization.quant_algo", f"{algo!r} is not supported; one of {', '.join(QUANT_ALGOS)}")
-    if kv_algo is not None and kv_algo not in KV_ALGOS:
+    if algo is not None and (not isinstance(algo, str) or algo not in QUANT_ALGOS):
         section.bad(
-            "quantization.kv_cache_quant_algo", f"{kv_algo!r} is not supported; null, {' or '.join(KV_ALGOS)}"
+            "quantization.quant_algo",
+            f"{shown_value(algo)} is not supported; one of {', '.join(QUANT_ALGOS)}",
+        )
+        algo = None
+    if kv_algo is not None and (not isinstance(kv_algo, str) or kv_algo not in KV_ALGOS):
+        section.bad(
+            "quantization.kv_cache_quant_algo",
+            f"{shown_value(kv_algo)} is not supported; null, {' or '.join(KV_ALGOS)}",
         )
     if algo is not None and quantization.get("has_zero_point"):
         section.bad("quantization.has_zero_point", "weights with zero points are not supported")
     exclude = quantization.get("exclude_modules") or []
     if not isinstance(exclude, list) or not all(isinstance(pattern, str) for pattern in exclude):
-        section.bad("quantization.exclude_modules", f"{exclude!r} is not a list of module name patterns")
+        section.bad(
+            "quantization.exclude_modules", f"{shown_value(exclude)} is not a list of module name patterns"
+        )
         exclude = []
     group_size = None
     if algo in INT4_ALGOS:
@@ -326,7 +340,12 @@ def _read_quant(folder: Path, config: _Config, problems: list[Problem]) -> Quant
         else:
             group_size = section.integer("group_size")
     producer = values.get("producer")
-    name = " ".join(str(producer[k]) for k in ("name", "version") if k in producer) if producer else "unknown"
+    if not isinstance(producer, dict):
+        producer = {}
+    name = (
+        " ".join(shown_value(producer[k]).strip("'") for k in ("name", "version") if k in producer)
+        or "unknown"
+    )
     return QuantSpec(algo, kv_algo, group_size, tuple(exclude), name)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec.errors import Problem
+from trtspec.errors import InputError, MissingError, Problem
+from trtspec.user_files import is_plain_name, open_user_file, parse_json, read_user_json, shown_path
+
+_MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads at most."""
+_MAX_DIMENSIONS = 8
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,6 +53,11 @@ def read_tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[Pro
             return {}, problems
         if not isinstance(value, dict) or not value or not all(isinstance(v, str) for v in value.values()):
             return {}, [Problem("missing, empty or not a mapping", file=str(index), key="weight_map")]
+        if outside := sorted({name for name in value.values() if not is_plain_name(name)}):
+            message = (
+                f"{shown_path(outside[0])!r} is not the name of a file in this folder; download it again"
+            )
+            return {}, [Problem(message, file=str(index), key="weight_map")]
         weight_map = value
         files = [folder / name for name in sorted(set(value.values()))]
     else:
@@ -82,9 +93,13 @@ def _no_weights(folder: Path) -> str:
 
 def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
     """The tensors of one safetensors file and what is wrong with it."""
-    size = path.stat().st_size
     again = "download or export it again"
-    with path.open("rb") as file:
+    try:
+        descriptor = open_user_file(path)
+    except (InputError, MissingError) as error:
+        return {}, _message(error)
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
         start = file.read(8)
         if start.startswith(b"version "):
             return {}, "a git-lfs pointer, not weights; run 'git lfs pull' in the folder"
@@ -93,16 +108,16 @@ def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
         length = int.from_bytes(start, "little")
         if length > size - 8:
             return {}, f"truncated or not safetensors: header of {length} bytes in {size} bytes; {again}"
+        if length > _MAX_HEADER_BYTES:
+            return {}, f"a header of {length:,} bytes; safetensors allows {_MAX_HEADER_BYTES:,}; {again}"
         try:
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             items = {k: v for k, v in header.items() if k != "__metadata__"}
             tensors = {
-                name: TensorHeader(str(v["dtype"]), tuple(int(n) for n in v["shape"]), path)
+                name: TensorHeader(str(v["dtype"]), _lengths(v["shape"], _MAX_DIMENSIONS), path)
                 for name, v in items.items()
             }
-            spans = {
-                name: (int(v["data_offsets"][0]), int(v["data_offsets"][1])) for name, v in items.items()
-            }
+            spans = {name: _lengths(v["data_offsets"], 2) for name, v in items.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return {}, f"the safetensors header is malformed; {again}"
     for name, (begin, end) in spans.items():
@@ -113,18 +128,44 @@ def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
     if size != expected:
         kind = "truncated" if size < expected else "longer than its header says"
         return {}, f"{kind}: {size} bytes, {expected} expected; {again}"
+    if misplaced := _misplaced(spans):
+        return {}, f"{misplaced}; {again}"
     return tensors, None
+
+
+def _lengths(values: Any, most: int) -> tuple[int, ...]:
+    """A shape, or a pair of offsets; ValueError for what is neither."""
+    good = isinstance(values, list) and len(values) <= most and all(type(n) is int and n >= 0 for n in values)
+    if not good:
+        raise ValueError(values)
+    return tuple(values)
+
+
+def _misplaced(spans: Mapping[str, tuple[int, ...]]) -> str | None:
+    """The tensors must tile the data: two in one place would be one tensor under two names."""
+    at, before = 0, ""
+    for (begin, end), name in sorted((span, name) for name, span in spans.items()):
+        if begin < at:
+            return f"{name} overlaps {before}"
+        if begin > at:
+            return f"{begin - at} bytes before {name} belong to no tensor"
+        at, before = end, name
+    return None
+
+
+def _message(error: InputError | MissingError) -> str:
+    return error.problems[0].message if isinstance(error, InputError) else str(error)
 
 
 def read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The mapping in a JSON file, or None with the reason appended to ``problems``."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        problems.append(Problem(f"cannot be read: {error.strerror or error}", file=str(path)))
+        value = read_user_json(path)
+    except InputError as error:
+        problems.extend(error.problems)
         return None
-    except ValueError as error:
-        problems.append(Problem(f"is not JSON: {error}", file=str(path)))
+    except MissingError as error:
+        problems.append(Problem(str(error)))
         return None
     if not isinstance(value, dict):
         problems.append(Problem(f"holds a {type(value).__name__}; a mapping is needed", file=str(path)))

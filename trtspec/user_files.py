@@ -132,7 +132,7 @@ def read_user_bytes(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
             if size > max_bytes:
                 message = f"has {size / 1e6:,.0f} MB; at most {max_bytes / 1e6:,.0f} MB are read"
                 raise InputError(Problem(message, file=shown_path(path)))
-            return file.read(max_bytes)
+            return file.read(min(size + 65_536, max_bytes))  # files of /proc have no size
         except OSError as error:
             raise explain_os_error(error, path) from None
 
