@@ -232,8 +232,8 @@ class NgramSpeculation(_Mapping):
     max_ngram: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix looked for, in tokens; longer matches win."""
     max_concurrency: MaxConcurrency | None = None
-    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
-    it brings. null: always."""
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
+    than it brings. null: always."""
 
 
 class LookaheadSpeculation(_Mapping):
@@ -261,8 +261,8 @@ class DraftModelSpeculation(_Mapping):
     quantization: Quantization = NoQuantization(kind="none")
     """Format of the draft's weights, activations and KV cache."""
     max_concurrency: MaxConcurrency | None = None
-    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
-    it brings. null: always."""
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
+    than it brings. null: always."""
 
 
 class MedusaSpeculation(_Mapping):
@@ -313,8 +313,8 @@ class Eagle3Speculation(_Mapping):
     quantization: HeadsFormat = "none"
     """Format of the head's weights."""
     max_concurrency: MaxConcurrency | None = None
-    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more than
-    it brings. null: always."""
+    """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
+    than it brings. null: always."""
 
 
 Speculation = Annotated[
