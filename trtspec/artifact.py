@@ -105,6 +105,8 @@ class Manifest(_Mapping):
     quantization report is of the rows of token ids that were made from it.)"""
     target: Literal["target", "baseline"]
     """The folder the engine loads; ``baseline`` when the recipe quantizes neither weights nor KV cache."""
+    draft_source: Source | None = None
+    """The checkpoint of the draft model, for recipes that draft with one."""
     tools: dict[str, str]
     machine: dict[str, str | int]
     steps: tuple[StepRecord, ...]

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from trtspec import artifact, process
 from trtspec.artifact import (
-    BASELINE_DIR,
+    DRAFT_DIR,
     MANIFEST_FILE,
     MODEL_DIRS,
     RECIPE_FILE,
     TARGET_DIR,
     Manifest,
+    Source,
     StepRecord,
 )
 from trtspec.errors import EXIT_GATE_FAILED, InputError, MissingError, Problem
@@ -115,7 +116,7 @@ def foresee(plan: Plan) -> tuple[str, ...]:
         return tuple(step.name for step in plan.steps)
     recorded = {step.name: step.digest for step in previous.steps}
     same = [step for step in plan.steps if step.output is not None and recorded.get(step.name) == step.digest]
-    return tuple(step.name for step in same if step.name != "import")
+    return tuple(step.name for step in same if step.name not in plan.imports)
 
 
 @contextlib.contextmanager
@@ -276,7 +277,11 @@ def _run_steps(
     artifact.write_atomic(
         plan.work / STEPS_DIR / SOURCE_RECORD, plan.source.model_dump_json(by_alias=True).encode()
     )
-    known = {plan.work / BASELINE_DIR / name: record.sha256 for name, record in plan.source.files.items()}
+    known: dict[Path, str] = {}
+    for step in plan.steps:
+        if step.name in plan.imports and step.output is not None:
+            files = plan.imports[step.name][1].files
+            known |= {step.output / name: record.sha256 for name, record in files.items()}
     records = []
     for step in plan.steps:
         record = None
@@ -322,7 +327,9 @@ def _finished_before(plan: Plan, step: Step, say: Say) -> StepRecord | None:
 
 def _is_cheap(plan: Plan, step: Step) -> bool:
     """Importing by hard link costs less than checking what is there."""
-    return step.name == "import" and plan.source_dir.stat().st_dev == plan.work.stat().st_dev
+    if step.name not in plan.imports:
+        return False
+    return plan.imports[step.name][0].stat().st_dev == plan.work.stat().st_dev
 
 
 def _taken_over(
@@ -358,13 +365,13 @@ def _do(plan: Plan, step: Step, on_progress: OnProgress) -> StepRecord:
     if step.output is not None:
         _remove_output(step.output)
     match step.name:
-        case "import":
+        case name if name in plan.imports:
             assert step.output is not None
-            _import(plan, step.output)
-        case "quantize":
+            _import(*plan.imports[name], step.output)
+        case "quantize" | "quantize-draft":
             _run_child(plan, step, on_progress)
         case "check":
-            _check_target(plan)
+            _check_models(plan)
         case _:
             raise ValueError(step.name)
     record = StepRecord(
@@ -399,10 +406,10 @@ def _sizes(folder: Path) -> dict[str, int]:
     }
 
 
-def _import(plan: Plan, output: Path) -> None:
+def _import(folder: Path, source: Source, output: Path) -> None:
     output.mkdir(parents=True)
-    for name in plan.source.files:
-        link_or_copy(plan.source_dir / name, output / name)
+    for name in source.files:
+        link_or_copy(folder / name, output / name)
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
@@ -426,11 +433,18 @@ def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
     process.run(step.argv, env=CHILD_ENVIRONMENT, log=plan.work / _LOG_FILE, on_line=on_line)
 
 
-def _check_target(plan: Plan) -> None:
-    """What quantizing must not change, compared with the source; InputError with all differences."""
-    folder = plan.work / plan.target
+def _check_models(plan: Plan) -> None:
+    """What quantizing must not change, compared with the sources; InputError with all differences."""
+    problems = _changes(plan.source_dir, plan.source, plan.work / plan.target)
+    if plan.draft is not None:
+        problems += _changes(plan.draft.folder, plan.draft.source, plan.work / DRAFT_DIR)
+    if problems:
+        raise InputError(problems)
+
+
+def _changes(source_dir: Path, files: Source, folder: Path) -> list[Problem]:
     problems = list(check_weight_files(folder))
-    source, target = read_modelspec(plan.source_dir), read_modelspec(folder)
+    source, target = read_modelspec(source_dir), read_modelspec(folder)
     kept = replace(target, quant=source.quant, dtype=source.dtype)
     for name in (field.name for field in fields(source)):
         before, after = getattr(source, name), getattr(kept, name)
@@ -438,10 +452,9 @@ def _check_target(plan: Plan) -> None:
             message = f"{name}: {after!r} where the source has {before!r}; quantizing must not change it"
             problems.append(Problem(message, file=str(folder / "config.json")))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if name in plan.source.files and not (folder / name).is_file():
+        if name in files.files and not (folder / name).is_file():
             problems.append(Problem("missing after quantizing", file=str(folder / name)))
-    if problems:
-        raise InputError(problems)
+    return problems
 
 
 def _seal(plan: Plan, records: list[StepRecord], known: dict[Path, str]) -> Manifest:
@@ -451,6 +464,7 @@ def _seal(plan: Plan, records: list[StepRecord], known: dict[Path, str]) -> Mani
         created=artifact.utc_now(),
         recipe_digest=recipe_digest(plan.recipe),
         source=plan.source,
+        draft_source=plan.draft.source if plan.draft else None,
         calibration_digest=plan.calibration_digest,
         target="target" if plan.target == TARGET_DIR else "baseline",
         tools=dict(plan.tools),

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import artifact
-from trtspec.artifact import BASELINE_DIR, TARGET_DIR, Source, json_digest
+from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.model_source import resolve_model
 from trtspec.modelspec import check_weight_files
-from trtspec.recipe import EmbeddedBackend, NoQuantization, Quantization, Recipe
+from trtspec.recipe import DraftModelSpeculation, EmbeddedBackend, NoQuantization, Quantization, Recipe
 from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
+from trtspec.text import Tokenizer, same_tokenizer
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
@@ -52,6 +53,17 @@ class Step:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """The draft model of a recipe that drafts with one, as found on this machine."""
+
+    folder: Path
+    source: Source
+    quantization: Quantization
+    quantization_json: str
+    calibration_digest: str | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything a build is going to do, known before it does anything."""
 
@@ -66,10 +78,19 @@ class Plan:
     """engines/NAME"""
     work: Path
     """engines/.NAME.building"""
+    draft: DraftModel | None = None
 
     @property
     def target(self) -> str:
         return TARGET_DIR if is_quantized(self.recipe.quantization) else BASELINE_DIR
+
+    @property
+    def imports(self) -> dict[str, tuple[Path, Source]]:
+        """Of each step that links a checkpoint into the engine: that checkpoint."""
+        found = {"import": (self.source_dir, self.source)}
+        if self.draft is not None and not is_quantized(self.draft.quantization):
+            found["import-draft"] = (self.draft.folder, self.draft.source)
+        return found
 
 
 def is_quantized(quantization: Quantization) -> bool:
@@ -115,58 +136,87 @@ def plan_for(
     quantization_json: str,
     tools: Mapping[str, str],
     work: Path,
+    draft: DraftModel | None = None,
     python: str = sys.executable,
 ) -> tuple[Step, ...]:
     """The steps that build ``recipe`` in the folder ``work``. Pure: reads and writes nothing.
 
     ``quantization_json`` is the recipe's ``quantization`` with file names made absolute.
     """
-    size = sum(file.size for file in source.files.values())
-    baseline = work / BASELINE_DIR
-    steps = [
-        Step(
-            name="import",
-            what=f"hard link (else copy) {len(source.files)} files, {size / 1e6:.0f} MB, "
-            f"from {source.path} to {baseline}",
-            argv=(),
-            digest=json_digest({"step": "import", "source": source.digest}),
-            output=baseline,
-        )
-    ]
+    baseline = checked = work / BASELINE_DIR
+    steps = [_import_step("import", source, baseline)]
     if is_quantized(recipe.quantization):
-        target = work / TARGET_DIR
-        argv = (python, "-m", "trtspec.quantize", "--model", str(baseline), "--out", str(target))
+        checked = work / TARGET_DIR
+        argv = (python, "-m", "trtspec.quantize", "--model", str(baseline), "--out", str(checked))
         steps.append(
             Step(
                 name="quantize",
-                what=f"calibrate and export {describe_quantization(recipe.quantization)} to {target}",
+                what=f"calibrate and export {describe_quantization(recipe.quantization)} to {checked}",
                 argv=(*argv, "--quantization", quantization_json),
-                digest=json_digest(
-                    {
-                        "step": "quantize",
-                        "source": source.digest,
-                        "quantization": recipe.quantization.model_dump(mode="json", exclude_defaults=True),
-                        "calibration": calibration_digest,
-                        "tools": {name: tools.get(name, "") for name in _QUANTIZING_TOOLS},
-                    }
-                ),
-                output=target,
+                digest=_quantizing_digest(source, recipe.quantization, calibration_digest, tools),
+                output=checked,
             )
         )
-        checked = target
-    else:
-        checked = baseline
+    depends: dict[str, str] = {"step": "check", "of": steps[-1].digest}
+    also = ""
+    if draft is not None:
+        steps.append(_draft_step(draft, source, tools, work, python))
+        depends["draft"] = steps[-1].digest
+        also = f" and of {work / DRAFT_DIR}"
     steps.append(
         Step(
             name="check",
-            what=f"read config.json and weight headers of {checked}; "
+            what=f"read config.json and weight headers of {checked}{also}; "
             "layers, vocabulary, positions, rope and end tokens must be the source's",
             argv=(),
-            digest=json_digest({"step": "check", "of": steps[-1].digest}),
+            digest=json_digest(depends),
             output=None,
         )
     )
     return tuple(steps)
+
+
+def _import_step(name: str, source: Source, output: Path) -> Step:
+    size = sum(file.size for file in source.files.values())
+    return Step(
+        name=name,
+        what=f"hard link (else copy) {len(source.files)} files, {size / 1e6:.0f} MB, "
+        f"from {source.path} to {output}",
+        argv=(),
+        digest=json_digest({"step": "import", "source": source.digest}),
+        output=output,
+    )
+
+
+def _draft_step(draft: DraftModel, target: Source, tools: Mapping[str, str], work: Path, python: str) -> Step:
+    """The draft model as the engine loads it: linked in 16 bit, or quantized."""
+    output = work / DRAFT_DIR
+    if not is_quantized(draft.quantization):
+        return _import_step("import-draft", draft.source, output)
+    # The target itself in another format is quantized from the copy of it that the engine keeps.
+    model = work / BASELINE_DIR if draft.source.digest == target.digest else draft.folder
+    argv = (python, "-m", "trtspec.quantize", "--model", str(model), "--out", str(output))
+    return Step(
+        name="quantize-draft",
+        what=f"calibrate and export the draft, {describe_quantization(draft.quantization)}, to {output}",
+        argv=(*argv, "--quantization", draft.quantization_json),
+        digest=_quantizing_digest(draft.source, draft.quantization, draft.calibration_digest, tools),
+        output=output,
+    )
+
+
+def _quantizing_digest(
+    source: Source, quantization: Quantization, calibration_digest: str | None, tools: Mapping[str, str]
+) -> str:
+    return json_digest(
+        {
+            "step": "quantize",
+            "source": source.digest,
+            "quantization": quantization.model_dump(mode="json", exclude_defaults=True),
+            "calibration": calibration_digest,
+            "tools": {name: tools.get(name, "") for name in _QUANTIZING_TOOLS},
+        }
+    )
 
 
 def describe_quantization(quantization: Quantization) -> str:
@@ -201,17 +251,9 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         raise InputError(Problem("is not a folder; choose another --engines-dir", file=str(engines_dir)))
     folder = engines_dir / recipe.name
     work = engines_dir / f".{recipe.name}.building"
-    known = _known_source(folder, work)
-    files = model_files(source_dir)
-    if known is None:
-        size = sum(path.stat().st_size for path in files)
-        say(f"hashing {len(files)} source files ({size / 1e6:.0f} MB)")
-    try:
-        source = artifact.hash_source(source_dir, files, known)
-    except OSError as error:
-        message = f"{error.filename}: cannot be read: {error.strerror}; give permission to read it"
-        raise MissingError(message) from None
-    quantization, calibration_digest = _resolve_calibration(recipe, base)
+    source = _hashed(source_dir, _known_source(folder, work), say)
+    draft = _draft_model(recipe, base, source_dir, source, folder, say)
+    quantization, calibration_digest = _resolve_calibration(recipe.quantization, base, "quantization")
     tools = artifact.tool_versions()
     steps = plan_for(
         recipe,
@@ -220,6 +262,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         quantization_json=quantization,
         tools=tools,
         work=work,
+        draft=draft,
     )
     return Plan(
         recipe=recipe,
@@ -231,7 +274,58 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         steps=steps,
         folder=folder,
         work=work,
+        draft=draft,
     )
+
+
+def _hashed(folder: Path, known: Source | None, say: Say) -> Source:
+    """The checkpoint's files with their hashes; those that ``known`` has and did not change are not read."""
+    files = model_files(folder)
+    if known is None:
+        size = sum(path.stat().st_size for path in files)
+        say(f"hashing {len(files)} source files ({size / 1e6:.0f} MB)")
+    try:
+        return artifact.hash_source(folder, files, known)
+    except OSError as error:
+        message = f"{error.filename}: cannot be read: {error.strerror}; give permission to read it"
+        raise MissingError(message) from None
+
+
+def _draft_model(
+    recipe: Recipe, base: Path, target_dir: Path, target: Source, engine: Path, say: Say
+) -> DraftModel | None:
+    """The recipe's draft model, found, hashed and held against the target's tokenizer."""
+    speculation = recipe.speculation
+    if not isinstance(speculation, DraftModelSpeculation):
+        return None
+    folder = resolve_model(speculation.model.source, base, speculation.model.revision)
+    if problems := check_weight_files(folder):
+        raise InputError(problems)
+    known = target if folder == target_dir else None
+    if known is None:
+        with contextlib.suppress(InputError, OSError):
+            known = artifact.read_manifest(engine).draft_source
+    source = _hashed(folder, known, say)
+    if any(_sha256(source, name) != _sha256(target, name) for name in _TOKENIZER_FILES):
+        differences = same_tokenizer(Tokenizer.load(target_dir), Tokenizer.load(folder))
+        if differences:
+            remedy = "a draft needs the target's own tokenizer; choose a smaller model of its family"
+            raise InputError(
+                [
+                    Problem(f"{difference}; {remedy}", file=str(folder), key="speculation.model.source")
+                    for difference in differences
+                ]
+            )
+    quantization = speculation.quantization
+    as_json, digest = _resolve_calibration(quantization, base, "speculation.quantization")
+    return DraftModel(folder, source, quantization, as_json, digest)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def _sha256(source: Source, name: str) -> str | None:
+    return source.files[name].sha256 if name in source.files else None
 
 
 def _known_source(folder: Path, work: Path) -> Source | None:
@@ -243,9 +337,8 @@ def _known_source(folder: Path, work: Path) -> Source | None:
     return None
 
 
-def _resolve_calibration(recipe: Recipe, base: Path) -> tuple[str, str | None]:
+def _resolve_calibration(quantization: Quantization, base: Path, key: str) -> tuple[str, str | None]:
     """The quantization as JSON with an absolute calibration file, and the digest of that file."""
-    quantization = recipe.quantization
     value = quantization.model_dump(mode="json")
     if not is_quantized(quantization):
         return json.dumps(value), None
@@ -257,5 +350,5 @@ def _resolve_calibration(recipe: Recipe, base: Path) -> tuple[str, str | None]:
         value["calibration"]["data"] = str(path)
     if not path.is_file():
         message = f"{data}: no such file (looked at {path})"
-        raise InputError(Problem(message, key="quantization.calibration.data"))
+        raise InputError(Problem(message, key=f"{key}.calibration.data"))
     return json.dumps(value), artifact.file_sha256(path)
