@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -410,3 +411,52 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "says"),
+    [
+        ("tokenizer.json", os.mkfifo, "is not a regular file"),
+        ("tokenizer.json", os.mkdir, "is a folder"),
+        ("tokenizer.json", lambda path: path.write_text(""), "not a tokenizer"),
+        ("tokenizer.json", lambda path: path.write_text("[" * 100_000), "not a tokenizer"),
+        ("tokenizer.json", lambda path: path.write_bytes(b"\xff"), "not a tokenizer"),
+        (
+            "tokenizer.json",
+            lambda path: tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(path)),
+            "empty vocabulary",
+        ),
+        ("tokenizer_config.json", lambda path: path.write_text("[" * 100_000), "nested too deeply"),
+        ("tokenizer_config.json", lambda path: path.write_text('{"a": "\\ud800"}'), "surrogate"),
+        ("tokenizer_config.json", os.mkfifo, "is not a regular file"),
+        ("chat_template.jinja", os.mkfifo, "is not a regular file"),
+        ("chat_template.jinja", lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
+    ],
+)
+def test_files_that_are_no_tokenizer(
+    tmp_path: Path, name: str, make: Callable[[Path], Any], says: str
+) -> None:
+    write_folder(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(InputError) as caught:
+        Tokenizer.load(tmp_path)
+    assert says in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(100000000) %}{% endfor %}",
+        "{{ 1 // 0 }}",
+        "{{ messages[99].content.x }}",
+        "{% if %}",
+        "{{ '%' % 1 }}",
+    ],
+)
+def test_whatever_a_template_does_is_its_own_error(tmp_path: Path, template: str) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, tokenizer_config={"chat_template": template}))
+    with pytest.raises(InputError, match="chat template: "):
+        tokenizer.render_chat(MESSAGES)

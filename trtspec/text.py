@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem
+from trtspec.tensor_headers import read_json
+from trtspec.user_files import read_user_bytes, read_user_text
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_MAX_TEMPLATE_BYTES = 10_000_000
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -45,7 +48,9 @@ class Tokenizer:
         self.digest = digest
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.longest_token_bytes: int = max(len(piece.encode()) for piece in tokenizer.get_vocab())
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self.largest_token_id: int = max(vocabulary.values())
+        self.longest_token_bytes: int = max(len(piece.encode()) for piece in vocabulary)
         """No token stands for more bytes of text than this."""
 
     @classmethod
@@ -57,21 +62,27 @@ class Tokenizer:
         except ImportError:
             raise MissingError("package tokenizers is missing; pip install 'trtspec[embedded]'") from None
         path = folder / "tokenizer.json"
-        try:
-            raw = path.read_bytes()
-        except OSError:
+        if not path.exists():
             raise InputError(
                 Problem("not found; export the model with a fast tokenizer (tokenizer.json)", file=str(path))
-            ) from None
+            )
+        raw = read_user_bytes(path)
         problems: list[Problem] = []
         tokenizer = None
         try:
             tokenizer = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # the library raises plain Exception, and panics that are not even that
             problems.append(Problem(f"not a tokenizer: {_first_line(error)}", file=str(path)))
         config = _read_mapping(folder / "tokenizer_config.json", problems)
         special = _special_tokens(config, folder / "tokenizer_config.json", problems)
         template = _chat_template(folder, config, problems)
+        if tokenizer is not None and not tokenizer.get_vocab():
+            problems.append(Problem("an empty vocabulary; export the tokenizer again", file=str(path)))
+            tokenizer = None
         if tokenizer is not None:
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -121,12 +132,10 @@ class Tokenizer:
                     "no chat template; send plain text (--raw) or add chat_template.jinja", str(self._folder)
                 )
             )
-        import jinja2
-
         if self._compiled is None:
             try:
                 self._compiled = _jinja_environment().from_string(self._chat_template)
-            except jinja2.TemplateError as error:
+            except Exception as error:
                 raise self._template_problem(error) from None
         try:
             text: str = self._compiled.render(
@@ -138,7 +147,7 @@ class Tokenizer:
                     "add_generation_prompt": True,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a program that came with the model: any error of it is the model's
             raise self._template_problem(error) from None
         return text
 
@@ -315,17 +324,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _read_mapping(path: Path, problems: list[Problem]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(Problem(f"not readable as JSON: {_first_line(error)}", file=str(path)))
-        return {}
-    if not isinstance(value, dict):
-        problems.append(Problem("must hold a JSON object", file=str(path)))
-        return {}
-    return value
+    return (read_json(path, problems) or {}) if path.exists() else {}
 
 
 def _special_tokens(config: Mapping[str, Any], path: Path, problems: list[Problem]) -> dict[str, Any]:
@@ -353,9 +352,9 @@ def _chat_template(folder: Path, config: Mapping[str, Any], problems: list[Probl
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            problems.append(Problem(f"not readable: {_first_line(error)}", file=str(path)))
+            return read_user_text(path, max_bytes=_MAX_TEMPLATE_BYTES)
+        except InputError as error:
+            problems.extend(error.problems)
             return None
     value = config.get("chat_template")
     if value is None or isinstance(value, str):
