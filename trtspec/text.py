@@ -282,12 +282,18 @@ class StopStrings:
 
     The first is the one that is complete first; of two that end together, the longer. ``matched`` is that
     string once it was found. Text that may be the start of a stop string is held back.
+
+    Each stop string is searched by Knuth, Morris and Pratt's automaton, whose state is the length of its
+    longest prefix that the text ends with: constant time per character on average, whatever a client sends.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if any(not stop for stop in stops):
             raise InputError("an empty stop string would stop before the first character; leave it out")
-        self._stops = tuple(dict.fromkeys(stops))
+        # The longest first: of two that end together it wins.
+        self._stops = sorted(dict.fromkeys(stops), key=len, reverse=True)
+        self._failures = [_prefix_function(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -296,28 +302,41 @@ class StopStrings:
         if self.matched is not None:
             return ""
         held = self._held + text
-        found = [(held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in held]
-        if found:
-            end, _, stop = min(found)
-            self.matched = stop
-            self._held = ""
-            return held[: end - len(stop)]
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        states = self._states
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            for index, stop in enumerate(self._stops):
+                length = states[index]
+                while length and stop[length] != character:
+                    length = self._failures[index][length - 1]
+                if stop[length] == character:
+                    length += 1
+                    if length == len(stop):
+                        self.matched = stop
+                        self._held = ""
+                        return held[: end - length]
+                states[index] = length
+        keep = max(states, default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
 
     def flush(self) -> str:
         """The text held back, now that no more comes."""
         text, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def _prefix_function(word: str) -> list[int]:
+    """For each beginning of ``word``: the length of its longest proper prefix that it also ends with."""
+    lengths = [0] * len(word)
+    length = 0
+    for index in range(1, len(word)):
+        while length and word[length] != word[index]:
+            length = lengths[length - 1]
+        if word[length] == word[index]:
+            length += 1
+        lengths[index] = length
+    return lengths
 
 
 # --------------------------------------------------------------------------- reading the folder

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,23 +17,39 @@ from hypothesis import strategies as st
 
 from trtspec.engine import Sampling
 from trtspec.errors import InputError, MissingError
-from trtspec.serve.launch import load_failure, new_server_id
+from trtspec.serve.launch import EXIT_TIMEOUT_S, load_failure, new_server_id, plain_temp_folder
 from trtspec.serve.preflight import (
     Addresses,
+    base_environment,
     find_installation,
     library_problem,
     numpy_problem,
     port_problems,
+    pth_problems,
+    python_links,
 )
-from trtspec.serve.protocol import INPUTS, NEVER_SENT, OUTPUTS, TEXT_DELTA, Generate, Stop, parse, tensors
+from trtspec.serve.protocol import (
+    INPUTS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    NEVER_SENT,
+    OUTPUTS,
+    TEXT_DELTA,
+    Generate,
+    Stop,
+    TensorSpec,
+    parse,
+    tensors,
+)
 from trtspec.serve.repository import render
 
 pytest.importorskip("tritonclient.grpc")
+SERVING = Path(__file__).parents[2] / "docs" / "serving.md"
 GOLDEN = Path(__file__).parent.parent / "golden" / "config.pbtxt"
 
 
 def test_golden_config() -> None:
-    files = render("tensorrt_llm", Path("/engines/demo"))
+    files = render("tensorrt_llm", Path("/engines/demo"), "demo", "sha256:0")
     assert sorted(files) == ["tensorrt_llm/1/model.py", "tensorrt_llm/config.pbtxt"]
     assert files["tensorrt_llm/config.pbtxt"].decode() == GOLDEN.read_text()
 
@@ -39,18 +59,20 @@ def test_config_reads_back_as_what_triton_must_do() -> None:
     from tritonclient.grpc import model_config_pb2
 
     folder = Path('/engines/an odd "name"\\')
-    text = render("m", folder)["m/config.pbtxt"].decode()
+    text = render("m", folder, "demo", "sha256:0")["m/config.pbtxt"].decode()
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 0)
     assert config.model_transaction_policy.decoupled
     assert [group.kind for group in config.instance_group] == [model_config_pb2.ModelInstanceGroup.KIND_CPU]
     assert config.parameters["engine_dir"].string_value == str(folder)
+    assert config.parameters["engine_name"].string_value == "demo"
+    assert config.parameters["recipe_digest"].string_value == "sha256:0"
     assert [tensor.name for tensor in config.input if not tensor.optional] == ["text_input"]
     assert [tensor.name for tensor in config.output] == [spec.name for spec in OUTPUTS]
 
 
 def test_model_file_only_imports_the_package() -> None:
-    source = render("m", Path("/e"))["m/1/model.py"].decode()
+    source = render("m", Path("/e"), "e", "sha256:0")["m/1/model.py"].decode()
     compile(source, "model.py", "exec")
     assert "from trtspec.serve.triton_model import TritonPythonModel" in source
 
@@ -126,6 +148,8 @@ TEXT: dict[str, list[Any]] = {"text_input": [b"a"]}
         ({**TEXT, "return_cumulative_logprob": [True]}, "return_cumulative_logprob: not supported"),
         ({**TEXT, "sampling_param_stop": [b"x", b""]}, "sampling_param_stop: an empty stop string"),
         ({**TEXT, "sampling_param_stop": [b"\xe4"]}, "sampling_param_stop: not valid UTF-8 at byte 0"),
+        ({**TEXT, "sampling_param_stop": [b"x"] * 5000}, "sampling_param_stop: 5,000 strings; at most 128"),
+        ({**TEXT, "sampling_param_stop": [b"x" * 1025]}, "sampling_param_stop: a string of 1,025 characters"),
         ({**TEXT, "streaming": [True, False]}, "streaming: 2 values; send exactly one"),
     ],
 )
@@ -164,6 +188,43 @@ def test_text_delta_is_a_request_parameter() -> None:
     assert parse(TEXT, {TEXT_DELTA: True}) == Generate("a", text_delta=True)
     with pytest.raises(InputError, match="text_delta: 'yes' is neither true nor false"):
         parse(TEXT, {TEXT_DELTA: "yes"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *((spec.name.removeprefix("sampling_param_"), spec.name) for spec in INPUTS if "_param_" in spec.name),
+        ("max_new_tokens", "sampling_param_max_tokens"),
+        ("stop_words", "sampling_param_stop"),
+        ("random_seed", "sampling_param_seed"),
+        ("stream", "streaming"),
+        ("Temperature", "sampling_param_temperature"),
+        ("textinput", "text_input"),
+        ("text-delta", "text_delta"),
+    ],
+)
+def test_an_unknown_parameter_is_refused_with_the_nearest(name: str, meant: str) -> None:
+    if name == "stop":  # an input of its own, so never a parameter over HTTP
+        return
+    with pytest.raises(InputError, match=f"^{name}: unknown parameter; did you mean {meant}\\?$"):
+        parse(TEXT, {name: 5})
+    with pytest.raises(InputError, match=f"^{name}: "):
+        parse({"stop": [True]}, {name: 5})
+
+
+def test_odd_parameters_get_a_short_answer() -> None:
+    with pytest.raises(InputError, match="^温度 🙂: unknown parameter; docs/serving.md lists"):
+        parse(TEXT, {"温度 🙂": 1})
+    with pytest.raises(InputError, match="this is an input, not a parameter"):
+        parse(TEXT, {"streaming": True})
+    with pytest.raises(InputError, match="992 more unknown parameters") as caught:
+        parse(TEXT, {f"{number}" * 10_000: number for number in range(1000)})
+    assert len(str(caught.value)) < 2000
+
+
+def test_tritons_own_parameters_pass() -> None:
+    own = {"id": "a", "priority": 1, "timeout": 5, "triton_enable_empty_final_response": True}
+    assert parse(TEXT, own) == Generate("a")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +286,71 @@ def test_missing_libraries_are_named(tmp_path: Path) -> None:
     assert "libcudart" in str(library_problem(copy, environment))
     (tmp_path / "text").write_text("no program")
     assert "ldd cannot read it" in str(library_problem(tmp_path / "text", environment))
+
+
+# --------------------------------------------------------------------------- names beyond ASCII
+
+
+def test_path_files_that_end_the_models_python_are_named(tmp_path: Path) -> None:
+    (tmp_path / "fine.pth").write_text("/opt/packages\n")
+    assert pth_problems([tmp_path]) == []
+    (tmp_path / "odd.pth").write_text("/opt/包\n", encoding="utf-8")
+    (problem,) = pth_problems([tmp_path])
+    assert problem.startswith(f"{tmp_path / 'odd.pth'} names a folder")
+
+
+@pytest.mark.parametrize(("name", "plain"), [("plain", True), ("with space", False), ("临时🙂", False), ("$x", False)])
+def test_the_servers_folder_has_a_plain_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, plain: bool
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    chosen = plain_temp_folder()
+    assert (chosen == str(folder)) == plain
+    assert os.access(chosen, os.W_OK)
+
+
+def test_the_model_sees_plain_names_only(tmp_path: Path) -> None:
+    runtime = Path("/tmp/runtime")
+    environment = base_environment(1, runtime)
+    for name in ("PATH", "PYTHONHOME", "PYTHONPATH"):
+        for place in environment.get(name, str(runtime)).split(os.pathsep):
+            assert place.startswith((str(runtime), "/usr/bin", "/bin"))
+    links = python_links()
+    assert links["python/bin"].samefile(Path(sys.prefix) / "bin")
+    assert all(target.exists() for target in links.values())
+
+
+# --------------------------------------------------------------------------- docs/serving.md
+
+
+def table(title: str) -> list[list[str]]:
+    """Rows of the table in docs/serving.md whose first column is called ``title``."""
+    lines = iter(SERVING.read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.startswith(f"| {title} |"):
+            next(lines)
+            rows = itertools.takewhile(lambda row: row.startswith("|"), lines)
+            return [[cell.strip().strip("`") for cell in row.strip("|").split(" | ")] for row in rows]
+    raise AssertionError(f"no table {title}")
+
+
+@pytest.mark.parametrize(("title", "specs"), [("input", INPUTS), ("output", OUTPUTS)])
+def test_documented_tensors_are_those_of_the_model(title: str, specs: tuple[TensorSpec, ...]) -> None:
+    documented = [row[:3] for row in table(title)]
+    assert documented == [[spec.name, spec.data_type, "[n]" if spec.dims == -1 else "[1]"] for spec in specs]
+
+
+def test_documented_meanings_agree_with_the_code() -> None:
+    assert [row[0] for row in table("input") if row[3] == "required"] == [
+        spec.name for spec in INPUTS if not spec.optional
+    ]
+    assert {row[0] for row in table("output") if row[3] == "never"} == NEVER_SENT
+    assert [row[0] for row in table("parameter")] == [TEXT_DELTA, "id"]
+    text = SERVING.read_text(encoding="utf-8")
+    assert f"at most {MAX_STOPS}, of at most {MAX_STOP_CHARS:,} characters" in text
+    assert f"may finish within {EXIT_TIMEOUT_S} s" in text
 
 
 # --------------------------------------------------------------------------- the server's log

@@ -44,7 +44,7 @@ _PING_TOKENS = 16
     type=click.FloatRange(min=1),
     default=300.0,
     show_default=True,
-    help="Seconds to be ready in.",
+    help="Give up when the model is not loaded after this many seconds.",
 )
 @json_option
 def serve(
@@ -127,7 +127,11 @@ def serve(
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")
 @click.option("--stats", is_flag=True, help="Print acceptance and times on stderr.")
 @click.option(
-    "--idle-timeout", type=click.FloatRange(min=0.1), default=120.0, show_default=True, help="Seconds."
+    "--idle-timeout",
+    type=click.FloatRange(min=0.1),
+    default=120.0,
+    show_default=True,
+    help="Give up after this many seconds without a new piece of the answer.",
 )
 @json_option
 def generate(
@@ -151,7 +155,7 @@ def generate(
     PROMPT - (or none) reads standard input. With --engine the prompt becomes a user's message in the
     model's chat template, if it has one; without, or with --raw, it is sent as it is.
     """
-    from trtspec.serve.client import Finished, stream
+    from trtspec.serve.client import Finished, check_engine, stream
     from trtspec.serve.protocol import Generate
 
     if prompt is None or prompt == "-":
@@ -180,9 +184,12 @@ def generate(
         stop=stop,
         return_perf_metrics=stats or as_json,
     )
+    url, model_name = _checked_url(url or "127.0.0.1:8001"), model_name or "tensorrt_llm"
+    if engine is not None:
+        check_engine(url, model_name, artifact.recipe.name, artifact.manifest.recipe_digest, idle_timeout)
     answer = stream(
-        _checked_url(url or "127.0.0.1:8001"),
-        model_name or "tensorrt_llm",
+        url,
+        model_name,
         request,
         idle_timeout_s=idle_timeout,
     )
@@ -268,8 +275,9 @@ def _ready_fields(plan: Plan, finished: Finished) -> dict[str, Any]:
 
 def _print_ready(plan: Plan, finished: Finished) -> None:
     fields = _ready_fields(plan, finished)
-    generate_url = f"{fields['http']}/v2/models/{plan.model_name}/generate"
-    body = '{"text_input": "Hello", "sampling_param_max_tokens": 16}'
+    curl = "curl -s -H 'Content-Type: application/json'"
+    model_url = f"{fields['http']}/v2/models/{plan.model_name}"
+    body = '"text_input": "Hello", "sampling_param_max_tokens": 16'
     for line in (
         f"ready: model {plan.model_name}",
         f"  http     {fields['http']}",
@@ -277,7 +285,8 @@ def _print_ready(plan: Plan, finished: Finished) -> None:
         f"  metrics  {fields['metrics']}",
         f"  ping     {_PING_PROMPT!r} -> {finished.text!r}",
         f"           {_statistics_line(finished)}",
-        f"try: curl -s -H 'Content-Type: application/json' {generate_url} -d '{body}'",
+        f"try: {curl} {model_url}/generate -d '{{{body}}}'",
+        f"     {curl} -N {model_url}/generate_stream -d '{{{body}, \"streaming\": true, \"text_delta\": true}}'",
         "Ctrl-C stops",
     ):
         click.echo(line)
@@ -289,14 +298,18 @@ def _print_plan(artifact: Artifact, addresses: Addresses, *, as_json: bool) -> N
     from trtspec.serve.preflight import find_installation
 
     plan = make_plan(artifact, addresses, find_installation(), Path("RUNTIME"), "trtspec-ID-")
-    files = {f"models/{name}": content.decode() for name, content in plan.files.items()}
+    files = {name: content.decode() for name, content in plan.files.items()}
+    links = {name: str(target) for name, target in plan.links.items()}
     if as_json:
-        fields = {"files": files, "argv": list(plan.argv), "environment": plan.environment}
+        fields = {"files": files, "links": links, "argv": list(plan.argv), "environment": plan.environment}
         print_json("serve", fields)
         return
     for name, content in files.items():
         click.echo(f"==> RUNTIME/{name}\n{content}")
-    click.echo("==> environment")
+    click.echo("==> links")
+    for name, target in links.items():
+        click.echo(f"RUNTIME/{name} -> {target}")
+    click.echo("\n==> environment")
     for name, value in plan.environment.items():
         click.echo(f"{name}={shlex.quote(value)}")
     click.echo(f"\n==> command\n{shlex.join(plan.argv)}")

@@ -7,6 +7,7 @@ the server's stream state, and its shutdown then hangs.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import queue
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 from trtspec.serve.protocol import INPUTS, Generate, tensors
+from trtspec.serve.repository import ENGINE_NAME, RECIPE_DIGEST
 
 IDLE_TIMEOUT_S = 120.0
 _STATISTICS = {
@@ -134,6 +136,30 @@ def generate(
     raise MissingError(f"{url}: the answer ended early")
 
 
+def check_engine(url: str, model_name: str, engine_name: str, recipe_digest: str, timeout_s: float) -> None:
+    """Return if the server at ``url`` serves an engine of this recipe.
+
+    Ports are easily those of another engine's server, whose answers look right. Raises InputError then, and
+    when the server does not say what it serves; MissingError when it is not there.
+    """
+    import tritonclient.grpc as triton
+
+    with contextlib.closing(triton.InferenceServerClient(url)) as client:
+        try:
+            config = client.get_model_config(model_name, client_timeout=timeout_s).config
+        except triton.InferenceServerException as error:
+            raise _error(url, error) from None
+    found = {key: parameter.string_value for key, parameter in config.parameters.items()}
+    if RECIPE_DIGEST not in found:
+        message = f"model {model_name} there does not say which engine it serves; leave --engine out to ask it"
+        raise InputError(Problem(message, file=url))
+    if found[RECIPE_DIGEST] != recipe_digest:
+        served = found.get(ENGINE_NAME, "another engine")
+        what = f"serves {served}" if served != engine_name else f"serves {served} of another recipe"
+        message = f"{what}, not the engine given; start its server, or give the --url of it"
+        raise InputError(Problem(message, file=url))
+
+
 def _inputs(request: Generate) -> list[Any]:
     import numpy as np
     import tritonclient.grpc as triton
@@ -178,13 +204,30 @@ def _error(url: str, error: Any) -> TrtspecError:
     status = (error.status() or "").removeprefix("StatusCode.")
     message = error.message() or str(error)
     if status == "UNAVAILABLE" and "connect" in message:
+        if _speaks_http(url):
+            return InputError(
+                Problem("that is an HTTP port; give the gRPC port (8001 unless the recipe says another)", url)
+            )
         return MissingError(
             f"{url}: nothing answers there; start the server with trtspec serve, or check --url"
         )
     if status == "UNAVAILABLE" and ("Socket closed" in message or "GOAWAY" in message):
         return MissingError(f"{url}: the server went away before the answer was complete")
+    if status == "DEADLINE_EXCEEDED":
+        return MissingError(f"{url}: no answer in time; gave up")
     if "no available versions" in message:
         return MissingError(f"{url}: the server is stopping, or its model is not loaded")
     if status in ("", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
         return InputError(Problem(message, file=url))
     return MissingError(f"{url}: {message}")
+
+
+def _speaks_http(url: str) -> bool:
+    connection = http.client.HTTPConnection(url, timeout=2.0)
+    try:
+        connection.request("GET", "/v2/health/live")
+        return connection.getresponse().version >= 10
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -29,18 +29,30 @@ from trtspec.artifact import Artifact
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.recipe import EmbeddedBackend
-from trtspec.serve.preflight import Addresses, Installation, base_environment, check, find_installation
+from trtspec.serve.preflight import (
+    Addresses,
+    Installation,
+    base_environment,
+    check,
+    find_installation,
+    python_files,
+    python_links,
+)
 from trtspec.serve.repository import render
 
 EXIT_TIMEOUT_S = 10
 """How long requests may go on after the first signal to stop."""
 START_TIMEOUT_S = 300.0
-_METRICS_TIMEOUT_S = 5.0
+_METRICS_TIMEOUT_S = 20.0
+_LOAD_FAILURE_S = 5.0
+"""How long the server may take to end after its model has: it says why better than we can."""
 _POLL_S = 0.05
 _TAIL_BYTES = 20_000
 _TAIL_LINES = 12
 _LINE_CHARS = 200
 _SHM = "/dev/shm"
+_ENGINE_LINK = "engine"
+_NO_OUTPUT = "  (it has written nothing yet)"
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,9 @@ class Plan:
     """Everything that is decided before anything is started."""
 
     files: dict[str, bytes]
-    """The model repository, by path below ``runtime/models``."""
+    """The model repository (below ``models``) and what Python needs, by path below ``runtime``."""
+    links: dict[str, Path]
+    """Symbolic links below ``runtime``: the engine (``engine``), and Python (see ``python_links``)."""
     argv: tuple[str, ...]
     environment: dict[str, str]
     addresses: Addresses
@@ -88,10 +102,17 @@ def make_plan(
         f"--backend-config=python,shm-region-prefix-name={server_id}",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
     )
+    repository = render(
+        recipe.serving.model_name, runtime / _ENGINE_LINK, recipe.name, artifact.manifest.recipe_digest
+    )
     return Plan(
-        files=render(recipe.serving.model_name, artifact.folder.resolve()),
+        files={
+            **{f"models/{name}": content for name, content in repository.items()},
+            **python_files(runtime),
+        },
+        links={_ENGINE_LINK: artifact.folder.resolve(), **python_links()},
         argv=argv,
-        environment=base_environment(backend.threads),
+        environment=base_environment(backend.threads, runtime),
         addresses=addresses,
         model_name=recipe.serving.model_name,
         server_id=server_id,
@@ -130,7 +151,7 @@ def serve(
         log_start = log.stat().st_size if log.exists() else 0
         server = process.start(plan.argv, env=plan.environment, cwd=runtime, log=log)
         guard = process.guard(server, [_shm_pattern(server_id), str(runtime)])
-        supervisor = _Supervisor(server, plan, log, log_start, signals, say)
+        supervisor = _Supervisor(server, plan, runtime, log, log_start, signals, say)
         try:
             supervisor.wait_until_ready(start_timeout_s)
             on_ready(plan)
@@ -150,6 +171,7 @@ class _Supervisor:
         self,
         server: process.Child,
         plan: Plan,
+        runtime: Path,
         log: Path,
         log_start: int,
         signals: list[int],
@@ -157,6 +179,7 @@ class _Supervisor:
     ) -> None:
         self._server = server
         self._plan = plan
+        self._runtime = runtime
         self._log = log
         self._log_start = log_start
         self._signals = signals
@@ -166,15 +189,26 @@ class _Supervisor:
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return when our own server, its model and its metrics answer."""
         deadline = time.monotonic() + timeout_s
+        stub: _Process | None = None
+        gone_since: float | None = None
         http_address = (self._plan.addresses.reachable_host, self._plan.addresses.http_port)
         while True:
             self._check_signals()
             if self._server.poll() is not None:
                 raise self._start_failure()
+            # The server waits for ever for a stub that died before it said a word.
+            stub = stub or _find_stub(self._server.pid)
+            if stub is not None and not stub.is_alive():
+                gone_since = gone_since or time.monotonic()
+                if time.monotonic() > gone_since + _LOAD_FAILURE_S:
+                    raise MissingError(
+                        "the model's process ended while it was loading; last lines of server and model:\n"
+                        f"{self._tail()}"
+                    )
             if time.monotonic() > deadline:
                 raise MissingError(
-                    f"the server was not ready after {timeout_s:g} s; stopped. "
-                    f"Its last lines:\n{self._tail()}"
+                    f"the model was not loaded after {timeout_s:g} s; stopped (a longer --start-timeout may "
+                    f"help). Last lines of server and model:\n{self._tail()}"
                 )
             body = _get(http_address, "/v2")
             if (
@@ -276,11 +310,15 @@ class _Supervisor:
         with self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
+            text = file.read().decode("utf-8", "replace")
+        # The model knows its engine by the link; the user does not.
+        return text.replace(str(self._runtime / _ENGINE_LINK), str(self._plan.links[_ENGINE_LINK]))
 
     def _tail(self) -> str:
-        lines = [line for line in self._text().splitlines() if line.strip() and not _NOISE.match(line)]
-        return "\n".join(f"  {line[:_LINE_CHARS]}" for line in lines[-_TAIL_LINES:])
+        written = [line for line in self._text().splitlines() if line.strip()]
+        # Rather noise than nothing: it shows how far the server came.
+        lines = [line for line in written if not _NOISE.match(line)] or written[-3:]
+        return "\n".join(f"  {line[:_LINE_CHARS]}" for line in lines[-_TAIL_LINES:]) or _NO_OUTPUT
 
 
 _NOISE = re.compile(r"[+|]|I\d{4} |.*(pinned_memory_manager|CudaDriverHelper|initialize NVML|DCGM)")
@@ -328,19 +366,36 @@ def _stop_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _runtime_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="trtspec-serve-"))
+    folder = Path(tempfile.mkdtemp(prefix="trtspec-serve-", dir=plain_temp_folder()))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def plain_temp_folder() -> str:
+    """The folder for temporary files, or another one if its name has a space or a letter beyond ASCII.
+
+    The server starts the model by an unquoted shell command, and the model's Python cannot open such a name.
+    """
+    for folder in (tempfile.gettempdir(), "/tmp", "/var/tmp", _SHM):
+        if re.fullmatch(r"[A-Za-z0-9_./+-]+", folder) and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise MissingError(
+        f"TMPDIR: {tempfile.gettempdir()} has a character that the server cannot work with, and /tmp cannot be "
+        "written; set TMPDIR to a folder named in plain ASCII without spaces"
+    )
+
+
 def _lay_out(runtime: Path, plan: Plan, installation: Installation) -> None:
     """Write the repository, and a backend folder of links: the stub is searched beside the backend."""
     for name, content in plan.files.items():
-        path = runtime / "models" / name
+        path = runtime / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    for name, target in plan.links.items():
+        (runtime / name).parent.mkdir(exist_ok=True)
+        (runtime / name).symlink_to(target)
     backend = runtime / "backends" / "python"
     backend.mkdir(parents=True)
     for path in (*installation.backend.iterdir(), installation.stub):

@@ -11,9 +11,11 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import site
 import socket
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,11 +108,12 @@ def check(installation: Installation, addresses: Addresses, environment: dict[st
     problems += [library_problem(path, environment) for path in (installation.server, installation.stub)]
     problems += port_problems(addresses)
     problems.append(_shared_memory_problem())
-    if not (Path(sys.executable).parent / "python3").exists():
+    if not (Path(sys.prefix) / "bin" / "python3").exists():
         problems.append(
-            f"{Path(sys.executable).parent} has no python3, by which the model finds its packages; "
+            f"{Path(sys.prefix) / 'bin'} has no python3, by which the model finds its packages; "
             "make a virtual environment and install trtspec there"
         )
+    problems += pth_problems(Path(folder) for folder in site.getsitepackages())
     found = [problem for problem in problems if problem]
     if found:
         raise MissingError("\n".join(found))
@@ -144,6 +147,18 @@ def library_problem(program: Path, environment: dict[str, str]) -> str | None:
     return f"{program.name} needs {', '.join(missing)}, not found on this machine{hint}"
 
 
+def pth_problems(folders: Iterable[Path]) -> list[str]:
+    """Path files (of packages installed from elsewhere) that the model's Python, which knows only ASCII,
+    ends on: they name a folder with another letter."""
+    return [
+        f"{path} names a folder with a letter beyond ASCII, at which the model's process ends; install that "
+        "package from a folder with a plain name, or without -e"
+        for folder in folders
+        for path in sorted(folder.glob("*.pth"))
+        if not path.read_bytes().isascii()
+    ]
+
+
 def port_problems(addresses: Addresses) -> list[str]:
     """Ports that cannot be listened on, each with what to do."""
     problems = []
@@ -165,14 +180,43 @@ def port_problems(addresses: Addresses) -> list[str]:
     return problems
 
 
-def base_environment(threads: int | None) -> dict[str, str]:
+def python_links() -> dict[str, Path]:
+    """Links by which the model's process reaches Python and packages, by name in the runtime folder.
+
+    That process embeds a Python with ASCII as file system encoding (whatever the locale says): it ends when
+    a folder of Python itself has another character in its name, and cannot open one that has. So it sees
+    plain names only: a virtual environment of links (with :func:`python_files`) to this one.
+    """
+    prefix, package_parent = Path(sys.prefix), Path(__file__).resolve().parents[2]
+    links = {f"python/{name}": prefix / name for name in ("bin", "lib", "lib64") if (prefix / name).exists()}
+    links["python-home"] = Path(sys.base_prefix)
+    if package_parent.name not in ("site-packages", "dist-packages"):
+        links["package"] = package_parent
+    return links
+
+
+def python_files(runtime: Path) -> dict[str, bytes]:
+    """The files beside the links of :func:`python_links`: pyvenv.cfg, if this Python has one."""
+    try:
+        text = (Path(sys.prefix) / "pyvenv.cfg").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    wanted = [line for line in text.splitlines() if line.startswith(("include-system-site-packages", "version"))]
+    lines = [f"home = {runtime / 'python-home' / 'bin'}", *wanted]
+    return {"python/pyvenv.cfg": "".join(f"{line}\n" for line in lines).encode()}
+
+
+def base_environment(threads: int | None, runtime: Path) -> dict[str, str]:
     """The environment of server and model, built from nothing: what works must not depend on the shell.
 
-    The stub takes the first python3 on PATH for its packages, and libpython from LD_LIBRARY_PATH. OpenMP
-    settings must be there before torch is loaded; spinning threads cost a factor of 15 on busy cores.
+    The stub takes the first python3 on PATH for its packages (the links of :func:`python_links` below
+    ``runtime``), and libpython from LD_LIBRARY_PATH. OpenMP settings must be there before torch is loaded;
+    spinning threads cost a factor of 15 on busy cores.
     """
     environment = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]),
+        "PATH": os.pathsep.join([str(runtime / "python" / "bin"), "/usr/bin", "/bin"]),
+        "PYTHONHOME": str(runtime / "python-home"),
+        "TMPDIR": str(runtime.parent),
         "LD_LIBRARY_PATH": str(sysconfig.get_config_var("LIBDIR")),
         "LANG": "C.UTF-8",
         "LC_ALL": "C.UTF-8",
@@ -181,12 +225,11 @@ def base_environment(threads: int | None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))),
         "HF_HUB_OFFLINE": "1",
     }
-    for name in ("HOME", "TMPDIR", "TRTSPEC_CACHE", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES"):
+    for name in ("HOME", "TRTSPEC_CACHE", "XDG_CACHE_HOME", "CUDA_VISIBLE_DEVICES"):
         if name in os.environ:
             environment[name] = os.environ[name]
-    package_parent = Path(__file__).resolve().parents[2]
-    if package_parent.name not in ("site-packages", "dist-packages"):
-        environment["PYTHONPATH"] = str(package_parent)
+    if "package" in python_links():
+        environment["PYTHONPATH"] = str(runtime / "package")
     return environment
 
 

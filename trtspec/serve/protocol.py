@@ -18,6 +18,7 @@ works on lists of Python values.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,25 @@ NEVER_SENT = frozenset(
 """Declared, so that a client may name them, but not measured per request by the embedded engine."""
 
 TEXT_DELTA = "text_delta"
+TRITON_PARAMETERS = frozenset(
+    {
+        "id",
+        "priority",
+        "timeout",
+        "sequence_id",
+        "sequence_start",
+        "sequence_end",
+        "binary_data_output",
+        "headers",
+    }
+)
+"""Request parameters that are Triton's business, with those that begin with ``triton_``."""
+
+MAX_STOPS = 128
+MAX_STOP_CHARS = 1024
+_MAX_UNKNOWN = 8
+_NAME_CHARS = 60
+_PREFIX = "sampling_param_"
 
 
 @dataclass(frozen=True)
@@ -149,6 +169,7 @@ def parse(
     """
     reader = _Reader(inputs)
     if reader.flag("stop"):
+        reader.parameters(parameters or {})
         reader.finish()
         return Stop()
     prompt = reader.prompt()
@@ -165,6 +186,7 @@ def parse(
             reader.refuse(name, "penalties are not supported by this engine; leave it out or send 0")
     if reader.flag("return_cumulative_logprob"):
         reader.refuse("return_cumulative_logprob", "not supported by this engine; leave it out")
+    reader.parameters(parameters or {})
     delta = (parameters or {}).get(TEXT_DELTA, False)
     if not isinstance(delta, bool):
         reader.refuse(TEXT_DELTA, f"{delta!r} is neither true nor false")
@@ -261,8 +283,27 @@ class _Reader:
             return ""
         return self._text("text_input", values[0])
 
+    def parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse what nobody reads: Triton makes a parameter of every JSON field that is no input."""
+        unknown = [
+            name
+            for name in parameters
+            if name != TEXT_DELTA and name not in TRITON_PARAMETERS and not name.startswith("triton_")
+        ]
+        for name in unknown[:_MAX_UNKNOWN]:
+            self.refuse(name[:_NAME_CHARS], _unknown_parameter(name[:_NAME_CHARS]))
+        if len(unknown) > _MAX_UNKNOWN:
+            self.refuse("parameters", f"{len(unknown) - _MAX_UNKNOWN} more unknown parameters")
+
     def strings(self, name: str) -> tuple[str, ...]:
-        texts = tuple(self._text(name, value) for value in self._inputs.get(name, ()))
+        values = self._inputs.get(name, ())
+        if len(values) > MAX_STOPS:
+            self.refuse(name, f"{len(values):,} strings; at most {MAX_STOPS}")
+            return ()
+        texts = tuple(self._text(name, value) for value in values)
+        longest = max(map(len, texts), default=0)
+        if longest > MAX_STOP_CHARS:
+            self.refuse(name, f"a string of {longest:,} characters; at most {MAX_STOP_CHARS:,}")
         if "" in texts and not self._problems:
             self.refuse(name, "an empty stop string would stop before the first character; leave it out")
         return texts
@@ -284,3 +325,19 @@ class _Reader:
         except UnicodeDecodeError as error:
             self.refuse(name, f"not valid UTF-8 at byte {error.start}")
             return ""
+
+
+def _unknown_parameter(name: str) -> str:
+    known = [spec.name for spec in INPUTS] + [TEXT_DELTA]
+    if name in known:
+        return "this is an input, not a parameter; send it beside text_input"
+    # Also by the short names that other servers have: max_tokens, stop_words, random_seed.
+    short = {full.removeprefix(_PREFIX): full for full in reversed(known)}
+    word = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(word, [*short, *known], n=1, cutoff=0.6)
+    parts = [short[part] for part in word.split("_") if part in short]
+    if close:
+        return f"unknown parameter; did you mean {short.get(close[0], close[0])}?"
+    if parts:
+        return f"unknown parameter; did you mean {parts[0]}?"
+    return "unknown parameter; docs/serving.md lists the inputs and parameters"

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from trtspec.artifact import open_artifact
+from trtspec.artifact import BASELINE_DIR, RECIPE_FILE, Artifact, read_manifest
 from trtspec.backends import open_engine
 from trtspec.engine import EngineStats
-from trtspec.errors import InputError
+from trtspec.errors import InputError, MissingError
+from trtspec.recipe_file import load_recipe
 from trtspec.serve.driver import Driver, FailureKind, Reply
 from trtspec.serve.protocol import INPUTS, Generate, parse
 from trtspec.serve.repository import ENGINE_DIR
@@ -39,8 +40,16 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Open the engine. An exception here makes Triton refuse the model with its text."""
         config = json.loads(args["model_config"])
-        folder = Path(config["parameters"][ENGINE_DIR]["string_value"])
-        artifact = open_artifact(folder)
+        try:
+            self._open(Path(config["parameters"][ENGINE_DIR]["string_value"]))
+        except Exception as error:
+            if (text := _plain(str(error))) == str(error):
+                raise
+            # Text with a surrogate would end this process without a word.
+            raise (InputError if isinstance(error, InputError) else MissingError)(text) from None
+
+    def _open(self, folder: Path) -> None:
+        artifact = _artifact(folder)
         recipe = artifact.recipe
         tokenizer = Tokenizer.load(artifact.target_dir)
         engine = open_engine(artifact)
@@ -108,7 +117,7 @@ class _Caller:
             "cancelled": pb_utils.TritonError.CANCELLED,
             "internal": pb_utils.TritonError.INTERNAL,
         }
-        error = pb_utils.TritonError(message, codes[kind])
+        error = pb_utils.TritonError(_plain(message), codes[kind])
         self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), final=True)
 
     def done(self) -> None:
@@ -124,6 +133,28 @@ class _Caller:
             self._sender.send(response, flags=flags)
         except Exception:  # the client is gone: its problem, not the batch's
             traceback.print_exc()
+
+
+def _artifact(folder: Path) -> Artifact:
+    """The engine that the supervisor opened, and so checked, just before. Its files are not checked again:
+    the Python of this process cannot spell a file name beyond ASCII, whether or not the engine needs it."""
+    manifest = read_manifest(folder)
+    return Artifact(
+        folder=folder,
+        recipe=load_recipe(folder / RECIPE_FILE),
+        manifest=manifest,
+        target_dir=folder / manifest.target,
+        baseline_dir=folder / BASELINE_DIR,
+    )
+
+
+def _plain(text: str) -> str:
+    """``text`` that can be sent: file names come with their bytes beyond ASCII as surrogates."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if _has_surrogate(text) else text
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _inputs(request: Any) -> dict[str, list[Any]]:
