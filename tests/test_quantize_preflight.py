@@ -171,7 +171,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no data": (
         {**FP8, "calibration": {"data": "/nowhere/texts.jsonl"}},
         InputError,
-        r"/nowhere/texts\.jsonl: calibration data cannot be read: No such file",
+        r"/nowhere/texts\.jsonl: calibration data cannot be read: no such file",
     ),
 }
 
