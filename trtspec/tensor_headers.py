@@ -28,6 +28,8 @@ class TensorHeader:
     """F64, F32, F16, BF16, F8_E4M3, I8, U8 ..."""
     shape: tuple[int, ...]
     file: Path
+    start: int
+    """Where its bytes begin in the file."""
 
 
 _DTYPE_BYTES = {
@@ -113,11 +115,15 @@ def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
         try:
             header = parse_json(file.read(length))
             items = {k: v for k, v in header.items() if k != "__metadata__"}
+            spans = {name: _lengths(v["data_offsets"], 2) for name, v in items.items()}
             tensors = {
-                name: TensorHeader(str(v["dtype"]), _lengths(v["shape"], _MAX_DIMENSIONS), path)
+                name: TensorHeader(
+                    str(v["dtype"]), _lengths(v["shape"], _MAX_DIMENSIONS), path, 8 + length + spans[name][0]
+                )
                 for name, v in items.items()
             }
-            spans = {name: _lengths(v["data_offsets"], 2) for name, v in items.items()}
+            if any(len(span) != 2 for span in spans.values()):
+                raise ValueError("data_offsets")
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return {}, f"the safetensors header is malformed; {again}"
     for name, (begin, end) in spans.items():

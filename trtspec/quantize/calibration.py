@@ -18,7 +18,9 @@ from typing import Any
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import Calibration
 from trtspec.text import Tokenizer
+from trtspec.user_files import parse_json, read_user_text, shown_path
 
+MAX_FILE_BYTES = 1_000_000_000
 MIN_ROW_TOKENS = 8
 """A remainder shorter than this is dropped: its statistics are those of a text's start only."""
 
@@ -37,17 +39,18 @@ def read_samples(data: str) -> list[Sample]:
         text = resources.files("trtspec").joinpath("data/calibration.jsonl").read_text(encoding="utf-8")
         place = "builtin calibration data"
     else:
-        place = data
+        place = shown_path(data)
         try:
-            text = Path(data).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            text = read_user_text(Path(data), max_bytes=MAX_FILE_BYTES)
+        except InputError as error:
+            why = error.problems[0].message
             raise InputError(
-                Problem(f"calibration data cannot be read: {why}; give 'builtin' or a JSONL file", data)
-            ) from error
+                Problem(f"calibration data cannot be read: {why}; give 'builtin' or a JSONL file", place)
+            ) from None
     samples: list[Sample] = []
     problems: list[Problem] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): a line of JSON may hold U+2028 and others that it takes for line ends.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -63,7 +66,7 @@ def read_samples(data: str) -> list[Sample]:
 
 def _parse(line: str) -> Sample:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict) or ("text" in value) == ("messages" in value):

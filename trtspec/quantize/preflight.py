@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +15,15 @@ from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.folders import refuse_existing
-from trtspec.modelspec import ModelSpec, check_weight_files, linear_modules, read_modelspec
+from trtspec.model_check import check_model_folder
+from trtspec.modelspec import ModelSpec, linear_modules
 from trtspec.quantize import calibration
 from trtspec.recipe import NoQuantization, Quantization
 from trtspec.recipe_model import excluded_modules, group_findings, module_findings
 from trtspec.recipe_yaml import dotted
 from trtspec.tensor_headers import TensorHeader, read_tensor_headers
 from trtspec.text import Tokenizer
+from trtspec.user_files import read_user_json
 
 NVFP4_MESSAGE = (
     "nvfp4: this version cannot read the exported layout back and check it, so it does not make one; "
@@ -65,13 +66,13 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
     if not model_dir.is_dir():
         raise InputError(Problem("no such folder; give a Hugging Face model folder", str(model_dir)))
     problems: list[Problem] = []
-    spec = _collect(problems, lambda: read_modelspec(model_dir))
-    problems += check_weight_files(model_dir)
-    tokenizer = _collect(problems, lambda: Tokenizer.load(model_dir))
+    found = check_model_folder(model_dir)
+    spec, tokenizer = found.spec, found.tokenizer
+    problems += found.problems
     samples = _collect(problems, lambda: calibration.read_samples(quantization.calibration.data))
     if spec is None:
         raise InputError(_unique(problems))
-    if spec.quant is not None or "quantization_config" in _read_json(model_dir / "config.json"):
+    if spec.quant is not None or "quantization_config" in read_user_json(model_dir / "config.json"):
         problems.append(
             Problem("already quantized; start from the 16-bit checkpoint", str(model_dir / "config.json"))
         )
@@ -83,14 +84,6 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
         problems.append(Problem(message, key=dotted(("quantization", *path))))
     headers, _ = read_tensor_headers(model_dir)  # its problems are among check_weight_files'
     problems += _dtype_problems(headers)
-    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
-        problems.append(
-            Problem(
-                f"has {tokenizer.vocab_size} tokens, the model only {spec.vocab_size}; "
-                "they belong to different models",
-                str(model_dir / "tokenizer.json"),
-            )
-        )
     rows = None
     if tokenizer is not None and samples is not None:
         rows = _collect(
@@ -138,11 +131,6 @@ def _collect(problems: list[Problem], action: Any) -> Any:
     except InputError as error:
         problems.extend(error.problems)
         return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_text())
-    return value
 
 
 def _require_tools() -> None:
@@ -203,7 +191,7 @@ def _require_room(out_dir: Path, source_bytes: int) -> None:
     # Up to twice the source (16-bit weights as exported from float32), and one file of it written again.
     need = 3 * source_bytes + 50_000_000
     place = out_dir.absolute().parent
-    while not place.exists():
+    while not place.is_dir():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < need:
