@@ -212,9 +212,10 @@ def _few_rows(
         visible = torch.arange(keys, device=device) <= last[:, :, None]
         for b, sequence in enumerate(sequences):
             if sequence.tree is not None:
-                n, c = counts[b], contexts[b]
-                visible[b, :n, c : c + n] = sequence.tree
-                visible[b, n:, c : c + n] = sequence.tree[-1]
+                n, end = counts[b], lengths[b]
+                own_keys = slice(end - sequence.tree.shape[1], end)
+                visible[b, :n, own_keys] = sequence.tree
+                visible[b, n:, own_keys] = sequence.tree[-1]
             if window is not None:
                 n = counts[b]
                 near = _within_window(batch, sequence, window)
@@ -238,7 +239,7 @@ def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype
     if not causal:
         visible = torch.arange(keys, device=device) <= torch.arange(context, keys, device=device)[:, None]
         if sequence.tree is not None:
-            visible[:, context:] = sequence.tree
+            visible[:, keys - sequence.tree.shape[1] :] = sequence.tree
         if window is not None:
             visible &= _within_window(batch, sequence, window)
         mask = _bias(visible, dtype)

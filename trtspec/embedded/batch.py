@@ -19,7 +19,8 @@ class SequenceRows:
     Each row attends to all of ``context`` and, among the sequence's own rows, to itself and
 
     * ``tree`` None: every earlier row (a chain: prefill, decode and one-branch drafts), or
-    * ``tree`` ``[count, count] bool``: row i to row j where ``tree[i, j]`` (the diagonal is True).
+    * ``tree`` ``[count, count] bool``: row i to row j where ``tree[i, j]`` (the diagonal is True). With more
+      columns, ``[count, n + count]``, the first n of them say the same of the last n tokens of ``context``.
     """
 
     first: int

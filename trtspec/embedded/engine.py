@@ -270,7 +270,7 @@ class EmbeddedEngine:
         if self._drafter is None:
             return
         self._drafter.observe(
-            [_view(scheduled.sequence, 0, 0) for scheduled in rows],
+            [_view(scheduled.sequence, 0, 0, scheduled.start) for scheduled in rows],
             accepted,
             [
                 {layer: states[part.first : part.first + part.count] for layer, states in hidden.items()}
@@ -319,8 +319,9 @@ class EmbeddedEngine:
         return self._model, self._store
 
 
-def _view(sequence: SequenceState, max_draft: int, max_nodes: int) -> DraftView:
-    return DraftView(sequence.request.id, sequence.tokens, max_draft, sequence.request.sampling, max_nodes)
+def _view(sequence: SequenceState, max_draft: int, max_nodes: int, start: int = 0) -> DraftView:
+    request = sequence.request
+    return DraftView(request.id, sequence.tokens, max_draft, request.sampling, max_nodes, start)
 
 
 def _step_batch(rows: Sequence[ScheduledRows], drafts: Sequence[Draft], device: torch.device) -> StepBatch:

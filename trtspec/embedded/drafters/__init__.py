@@ -28,6 +28,9 @@ class DraftView:
     max_nodes: int | None = None
     """The most nodes that a tree may have, if none is deeper than ``max_draft``; None: ``max_draft``. Near the
     end of an answer a broad tree fits where a long chain does not."""
+    start: int = 0
+    """In :meth:`Drafter.observe`: the position of the first of the sequence's rows of that forward. Positions
+    before it may never have been observed: their KV came from the prefix cache."""
 
     @property
     def room(self) -> int:
