@@ -9,17 +9,26 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import artifact
-from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, TARGET_DIR, Source, json_digest
+from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, HEADS_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.model_source import resolve_model
-from trtspec.modelspec import check_weight_files
-from trtspec.recipe import DraftModelSpeculation, EmbeddedBackend, NoQuantization, Quantization, Recipe
+from trtspec.modelspec import check_weight_files, read_modelspec
+from trtspec.recipe import (
+    DraftModelSpeculation,
+    Eagle3Speculation,
+    EagleSpeculation,
+    EmbeddedBackend,
+    MedusaSpeculation,
+    NoQuantization,
+    Quantization,
+    Recipe,
+)
 from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
@@ -64,6 +73,14 @@ class DraftModel:
 
 
 @dataclass(frozen=True)
+class TrainedHeads:
+    """The trained draft heads of a recipe that drafts with some, as found on this machine."""
+
+    folder: Path
+    source: Source
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything a build is going to do, known before it does anything."""
 
@@ -79,6 +96,7 @@ class Plan:
     work: Path
     """engines/.NAME.building"""
     draft: DraftModel | None = None
+    heads: TrainedHeads | None = None
 
     @property
     def target(self) -> str:
@@ -90,6 +108,8 @@ class Plan:
         found = {"import": (self.source_dir, self.source)}
         if self.draft is not None and not is_quantized(self.draft.quantization):
             found["import-draft"] = (self.draft.folder, self.draft.source)
+        if self.heads is not None:
+            found["import-heads"] = (self.heads.folder, self.heads.source)
         return found
 
 
@@ -137,6 +157,7 @@ def plan_for(
     tools: Mapping[str, str],
     work: Path,
     draft: DraftModel | None = None,
+    heads: TrainedHeads | None = None,
     python: str = sys.executable,
 ) -> tuple[Step, ...]:
     """The steps that build ``recipe`` in the folder ``work``. Pure: reads and writes nothing.
@@ -163,6 +184,9 @@ def plan_for(
         steps.append(_draft_step(draft, source, tools, work, python))
         depends["draft"] = steps[-1].digest
         also = f" and of {work / DRAFT_DIR}"
+    if heads is not None:
+        steps.append(_import_step("import-heads", heads.source, work / HEADS_DIR))
+        depends["heads"] = steps[-1].digest
     steps.append(
         Step(
             name="check",
@@ -253,6 +277,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     work = engines_dir / f".{recipe.name}.building"
     source = _hashed(source_dir, _known_source(folder, work), say)
     draft = _draft_model(recipe, base, source_dir, source, folder, say)
+    heads = _trained_heads(recipe, base, source_dir, say)
     quantization, calibration_digest = _resolve_calibration(recipe.quantization, base, "quantization")
     tools = artifact.tool_versions()
     steps = plan_for(
@@ -263,6 +288,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         tools=tools,
         work=work,
         draft=draft,
+        heads=heads,
     )
     return Plan(
         recipe=recipe,
@@ -275,12 +301,31 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         folder=folder,
         work=work,
         draft=draft,
+        heads=heads,
     )
+
+
+def _trained_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> TrainedHeads | None:
+    """The recipe's trained heads, found, held against the target and hashed."""
+    speculation = recipe.speculation
+    if not isinstance(speculation, MedusaSpeculation | EagleSpeculation | Eagle3Speculation):
+        return None
+    from trtspec.embedded.heads import head_files
+    from trtspec.embedded.heads_opening import heads_problems
+
+    folder = resolve_model(speculation.heads, base)
+    if problems := heads_problems(speculation, folder, read_modelspec(target_dir)):
+        raise InputError(problems)
+    licences = [path for path in model_files(folder) if path.name.upper().startswith(_LICENCE_NAMES)]
+    return TrainedHeads(folder, _hashed_files(folder, [*head_files(folder), *licences], None, say))
 
 
 def _hashed(folder: Path, known: Source | None, say: Say) -> Source:
     """The checkpoint's files with their hashes; those that ``known`` has and did not change are not read."""
-    files = model_files(folder)
+    return _hashed_files(folder, model_files(folder), known, say)
+
+
+def _hashed_files(folder: Path, files: Sequence[Path], known: Source | None, say: Say) -> Source:
     if known is None:
         size = sum(path.stat().st_size for path in files)
         say(f"hashing {len(files)} source files ({size / 1e6:.0f} MB)")

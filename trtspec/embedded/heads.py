@@ -17,6 +17,7 @@ Pickled files are read by torch's weights-only unpickler, which builds tensors a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,18 @@ class MedusaHeads:
 # --------------------------------------------------------------------------- tensors of a folder
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the tensors of ``folder`` are read from: all safetensors, else the first pickled one."""
+    found = sorted(folder.glob("*.safetensors"))
+    return found or [folder / name for name in PICKLED if (folder / name).is_file()][:1]
+
+
+def head_files(folder: Path) -> list[Path]:
+    """All files of ``folder`` that its heads need."""
+    config = folder / "config.json"
+    return [*([config] if config.is_file() else []), *weight_files(folder)]
+
+
 class HeadTensors:
     """Names, shapes and dtypes of a folder's tensors; values when asked for."""
 
@@ -78,13 +91,13 @@ class HeadTensors:
         self.dtypes: dict[str, str] = {}
         self.file: dict[str, Path] = {}
         self._read: dict[str, Callable[[], Tensor]] = {}
-        files = sorted(folder.glob("*.safetensors"))
-        pickled = next((folder / name for name in PICKLED if (folder / name).is_file()), None)
+        files = weight_files(folder)
         for path in files:
-            self._add_safetensors(path, problems)
-        if not files and pickled is not None:
-            self._add_pickled(pickled, problems)
-        elif not files:
+            if path.suffix == ".safetensors":
+                self._add_safetensors(path, problems)
+            else:
+                self._add_pickled(path, problems)
+        if not files:
             found = f"no weights: neither *.safetensors nor one of {', '.join(PICKLED)}"
             problems.append(Problem(f"{found}; give a folder with trained heads", file=str(folder)))
 
@@ -198,14 +211,33 @@ class Loader:
 # --------------------------------------------------------------------------- any heads
 
 
-def check_heads(folder: Path, kind: HeadsKind, target: ModelSpec) -> list[Problem]:
-    """Why the heads in ``folder`` cannot draft for ``target`` by ``kind``; [] if they can.
+@dataclass(frozen=True)
+class HeadsSize:
+    """What heads cost: ``num_values`` weights, and for EAGLE a ``layer`` with keys and values of its own."""
+
+    num_values: int
+    num_heads: int
+    """Of Medusa; 1 for EAGLE, whose head runs once for each drafted token."""
+    layer: ModelSpec | None
+
+
+def inspect_heads(
+    folder: Path, kind: HeadsKind, target: ModelSpec, problems: list[Problem]
+) -> HeadsSize | None:
+    """The size of the heads in ``folder``; None, with every reason in ``problems``, if they cannot draft for
+    ``target`` by ``kind``.
 
     Reads headers, config.json and the draft vocabulary, not the weights (of a pickled file, everything).
     """
-    problems: list[Problem] = []
-    describe(folder, kind, target, problems)
-    return problems
+    found: list[Problem] = []
+    layout = describe(folder, kind, target, found)
+    problems += found
+    if found:
+        return None
+    values = sum(math.prod(shape) for shape in layout.tensors.shapes.values())
+    if isinstance(layout, MedusaLayout):
+        return HeadsSize(values, len(layout.blocks), None)
+    return HeadsSize(values, 1, layout.spec)
 
 
 def describe(folder: Path, kind: HeadsKind, target: ModelSpec, problems: list[Problem]) -> Any:

@@ -15,6 +15,7 @@ from trtspec.embedded.drafters import Drafter
 from trtspec.embedded.drafters.draft_model import DraftModelDrafter
 from trtspec.embedded.drafters.ngram import NgramDrafter
 from trtspec.embedded.engine import Accept, EmbeddedEngine
+from trtspec.embedded.heads_opening import HeadsSpeculation, checked_heads, heads_drafter, heads_memory
 from trtspec.embedded.kvstore import KvStore, kv_bytes_per_slot
 from trtspec.embedded.machine import (
     check_memory,
@@ -30,9 +31,12 @@ from trtspec.modelspec import read_modelspec
 from trtspec.recipe import (
     Acceptance,
     DraftModelSpeculation,
+    Eagle3Speculation,
+    EagleSpeculation,
     EmbeddedBackend,
     ExactAcceptance,
     Limits,
+    MedusaSpeculation,
     NgramSpeculation,
     NoSpeculation,
     Recipe,
@@ -89,6 +93,11 @@ def open_embedded(
         draft_dir = _checked_draft(recipe.speculation, target_dir, draft_dir, limits)
         page_bytes += _draft_slot_bytes(recipe.speculation, draft_dir, dtype) * backend.page_tokens
         weight_bytes += estimated_weight_bytes(draft_dir, dtype)
+    if speculation and isinstance(recipe.speculation, HeadsSpeculation):
+        heads_dir = checked_heads(recipe.speculation, heads_dir, spec)
+        heads_bytes, slot_bytes = heads_memory(recipe.speculation, heads_dir, spec, dtype)
+        page_bytes += slot_bytes * backend.page_tokens
+        weight_bytes += heads_bytes
     check_memory(num_pages * page_bytes, weight_bytes, limits, device)
     model = load_model(target_dir, spec, dtype=dtype, device=device)
     new_store = partial(
@@ -131,6 +140,9 @@ def _drafter(
             return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
         case DraftModelSpeculation():
             return _draft_model(recipe, speculation, target, num_pages, draft_dir)
+        case MedusaSpeculation() | EagleSpeculation() | Eagle3Speculation():
+            assert heads_dir is not None
+            return heads_drafter(recipe, speculation, target, num_pages, heads_dir)
         case _:
             raise ValueError(f"{speculation.kind} is listed as runnable and has no drafter")
 
