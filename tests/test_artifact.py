@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,3 +189,48 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path):
         artifact.write_atomic(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"schema": ' + b"1" * 5000 + b"}",
+        b'{"schema": "\\ud800"}',
+        b'{"schema": "' + b"x" * 5000 + b'"}',
+        "folder",
+        "pipe",
+        {"created": "yesterday"},
+        {"created": "2026-01-01T00:00:00"},
+        {"files": {"x" * 5000: {"size": 1, "sha256": ""}}},
+        {"files": {"a\0b": {"size": 1, "sha256": ""}}},
+        {"files": {"": {"size": 1, "sha256": ""}}},
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_one_damaged_engine_is_one_line_and_hides_no_other(tmp_path: Path, content: Any):
+    good = sealed(tmp_path / "good")
+    bad = sealed(tmp_path / "bad")
+    path = bad / "manifest.json"
+    if isinstance(content, dict):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+    else:
+        path.unlink()
+        if content == "folder":
+            path.mkdir()
+        elif content == "pipe":
+            os.mkfifo(path)
+        else:
+            path.write_bytes(content)
+    assert str(bad) in problems(bad)
+    listed = artifact.list_artifacts(tmp_path)
+    assert [(entry.folder, entry.state) for entry in listed] == [(bad, "damaged"), (good, "sealed")]
+    assert "\n" not in listed[0].problem
+    assert len(listed[0].problem) < 1000
+
+
+def test_a_list_of_a_file_is_no_empty_list(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is not a folder"):
+        artifact.list_artifacts(tmp_path / "file")
+    assert artifact.list_artifacts(tmp_path / "nothing yet") == []

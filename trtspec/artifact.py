@@ -28,11 +28,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from trtspec.errors import InputError, Problem
+from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import load_recipe, recipe_digest
+from trtspec.user_files import is_plain_name, read_user_json, shown_path, sync_folder
+from trtspec.user_files import write_atomic as write_atomic
 
 SCHEMA = "trtspec.manifest/1"
 MANIFEST_FILE = "manifest.json"
@@ -97,6 +99,18 @@ class Manifest(_Mapping):
     name: str
     created: str
     """UTC, ISO 8601."""
+
+    @field_validator("created")
+    @classmethod
+    def _is_a_time(cls, value: str) -> str:
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            time = None
+        if time is None or time.tzinfo is None:
+            raise ValueError("not a time with its zone, as 2026-01-31T12:00:00+00:00")
+        return value
+
     recipe_digest: str
     """Of the parsed recipe: comments and layout do not count."""
     source: Source
@@ -155,6 +169,15 @@ def stamp(path: Path) -> Stamp:
     """Size, modification time and inode of the file a path leads to (links followed)."""
     status = path.stat()
     return Stamp(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+
+
+def is_unchanged(folder: Path, files: Iterable[Path], known: Source) -> bool:
+    """Whether ``folder`` holds exactly the files of ``known``, all with the same stamp."""
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return names.keys() == known.files.keys() and all(
+        stamp(path) == Stamp(**known.files[name].model_dump(exclude={"sha256"}))
+        for name, path in names.items()
+    )
 
 
 def hash_source(folder: Path, files: Iterable[Path], known: Source | None = None) -> Source:
@@ -217,30 +240,6 @@ def _processor_name() -> str:
 # --------------------------------------------------------------------------- sealing
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file so that after a crash it holds the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_files(folder: Path) -> None:
     """Make a whole tree durable: every file's content, then every folder's names."""
     for root, _, names in os.walk(folder):
@@ -294,21 +293,21 @@ def read_manifest(folder: Path) -> Manifest:
             Problem(f"{what}; name an engine folder that 'trtspec build' made", file=str(folder))
         )
     path = folder / MANIFEST_FILE
-    try:
-        raw: Any = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         if (folder / RECIPE_FILE).exists() or (folder / BASELINE_DIR).exists():
             message = "the build of this engine was not finished (no manifest.json); run trtspec build again"
         else:
             message = "not an engine (no manifest.json); name a folder that 'trtspec build' made"
-        raise InputError(Problem(message, file=str(folder))) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        message = f"not JSON ({error}); the engine is damaged, run trtspec build --force"
+        raise InputError(Problem(message, file=str(folder)))
+    try:
+        raw: Any = read_user_json(path)
+    except InputError as error:
+        message = f"{error.problems[0].message}; the engine is damaged, run trtspec build --force"
         raise InputError(Problem(message, file=str(path))) from None
     version = raw.get("schema") if isinstance(raw, dict) else None
     if version != SCHEMA:
         message = (
-            f"manifest version {version!r} is not one this trtspec reads ({SCHEMA}); "
+            f"manifest version {shown_path(repr(version))} is not one this trtspec reads ({SCHEMA}); "
             "build the engine again, or use the trtspec that built it"
         )
         raise InputError(Problem(message, file=str(path)))
@@ -380,8 +379,8 @@ def file_problems(
 
     for name, record in manifest.files.items():
         path = folder / name
-        if os.path.isabs(name) or ".." in name.split("/"):
-            report(name, "the manifest names a file outside the engine")
+        if not all(map(is_plain_name, name.split("/"))):
+            report(shown_path(name), "the manifest names no file of the engine")
         elif not path.is_file():
             report(name, "missing from the sealed engine")
         elif (size := path.stat().st_size) != record.size:
@@ -416,7 +415,10 @@ class EngineEntry:
 
 
 def list_artifacts(engines_dir: Path) -> list[EngineEntry]:
-    """Every engine in ``engines_dir`` by name, unfinished and damaged ones too; no other folders."""
+    """Every engine in ``engines_dir`` by name, unfinished and damaged ones too; no other folders. A folder
+    that is not there yet has none; InputError for what is no folder, MissingError without permission."""
+    if engines_dir.exists() and not engines_dir.is_dir():
+        raise InputError(Problem("is not a folder; name a folder of engines", file=str(engines_dir)))
     entries = []
     for folder in sorted(engines_dir.iterdir()) if engines_dir.is_dir() else []:
         if not folder.is_dir() or folder.name.startswith("."):
@@ -430,9 +432,10 @@ def list_artifacts(engines_dir: Path) -> list[EngineEntry]:
             continue
         try:
             entries.append(EngineEntry(folder, "sealed", open_artifact(folder)))
-        except InputError as error:
+        except (TrtspecError, OSError) as error:
+            # Whatever one engine's state, the others are listed.
             if (folder / MANIFEST_FILE).exists():
-                entries.append(EngineEntry(folder, "damaged", problem=str(error.problems[0])))
+                entries.append(EngineEntry(folder, "damaged", problem=str(error).split("\n")[0]))
             elif (folder / RECIPE_FILE).exists():
-                entries.append(EngineEntry(folder, "unfinished", problem=str(error.problems[0])))
+                entries.append(EngineEntry(folder, "unfinished", problem=str(error).split("\n")[0]))
     return entries

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from trtspec import artifact, process
+from trtspec import artifact, process, swap
 from trtspec.artifact import (
     DRAFT_DIR,
     MANIFEST_FILE,
@@ -31,12 +31,12 @@ from trtspec.artifact import (
     StepRecord,
 )
 from trtspec.errors import EXIT_GATE_FAILED, InputError, MissingError, Problem
+from trtspec.model_check import check_weight_values
 from trtspec.modelspec import check_weight_files, read_modelspec
-from trtspec.plan import ENGINES_DIR, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
+from trtspec.plan import ENGINES_DIR, LOG_FILE, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
 from trtspec.recipe_file import recipe_digest
+from trtspec.user_files import explain_os_error, sync_folder, write_atomic
 
-_LOG_FILE = ".build.log"
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Two spinning OpenMP threads on a shared machine can be 15 times slower than two that wait.
@@ -83,8 +83,8 @@ def build(
     with _explained(plan):
         engines_dir.mkdir(parents=True, exist_ok=True)
         with _only_builder(plan, say):
-            _recover(plan, say)
-            _refuse_foreign(plan.folder)
+            swap.recover(plan.folder, say)
+            swap.refuse_foreign(plan.folder)
             previous = None if force else _previous(plan, check, say)
             if previous is not None and _is_current(plan, previous):
                 seconds = time.monotonic() - began
@@ -94,7 +94,7 @@ def build(
             with _tidied(plan):
                 records, known = _run_steps(plan, previous, say, on_progress)
             manifest = _seal(plan, records, known)
-            _swap_in(plan)
+            swap.swap_in(plan.work, plan.folder, say)
     reused = tuple(record.name for record in records if record.reused)
     return Built(plan.folder, manifest, False, reused, time.monotonic() - began, _warnings(plan))
 
@@ -126,12 +126,12 @@ def _explained(plan: Plan) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or plan.work
-        if error.errno in _NO_SPACE:
+        if error.errno in swap.NO_SPACE:
             raise MissingError(_no_space_message(plan)) from None
         if error.errno in _NO_PERMISSION:
             message = f"{where}: {error.strerror}; give permission, or choose another --engines-dir"
             raise MissingError(message) from None
-        raise
+        raise explain_os_error(error, error.filename or where) from None
     except process.ChildFailed as error:
         if any(os.strerror(errno.ENOSPC) in line for line in error.tail):
             raise MissingError(_no_space_message(plan)) from None
@@ -215,31 +215,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _old(plan: Plan) -> Path:
-    return plan.folder.with_name(f".{plan.recipe.name}.old")
-
-
-def _recover(plan: Plan, say: Say) -> None:
-    """Finish or undo a swap that was interrupted between its two renames."""
-    old = _old(plan)
-    if not old.exists():
-        return
-    if plan.folder.exists():
-        shutil.rmtree(old)
-    else:
-        say(f"found an interrupted swap: putting {plan.folder} back")
-        old.rename(plan.folder)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Never delete a folder that no build made."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise InputError(Problem("exists and is not a folder; move it away", file=str(folder)))
-    ours = any((folder / name).is_file() for name in (RECIPE_FILE, MANIFEST_FILE))
-    if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise InputError(Problem("exists and is not an engine; move it away", file=str(folder)))
-
-
 def _previous(plan: Plan, check: bool, say: Say) -> Manifest | None:
     """The manifest of the engine that is there, if it is whole; says why when it is not."""
     if not plan.folder.is_dir() or not any(plan.folder.iterdir()):
@@ -274,9 +249,7 @@ def _run_steps(
     interrupted = plan.work.exists()
     (plan.work / STEPS_DIR).mkdir(parents=True, exist_ok=True)
     (plan.work / MANIFEST_FILE).unlink(missing_ok=True)
-    artifact.write_atomic(
-        plan.work / STEPS_DIR / SOURCE_RECORD, plan.source.model_dump_json(by_alias=True).encode()
-    )
+    write_atomic(plan.work / STEPS_DIR / SOURCE_RECORD, plan.source.model_dump_json(by_alias=True).encode())
     known: dict[Path, str] = {}
     for step in plan.steps:
         if step.name in plan.imports and step.output is not None:
@@ -352,7 +325,7 @@ def _taken_over(
     _remove_output(step.output)
     for name in names:
         (plan.work / name).parent.mkdir(parents=True, exist_ok=True)
-        link_or_copy(plan.folder / name, plan.work / name)
+        swap.link_or_copy(plan.folder / name, plan.work / name)
     known.update(hashes)
     record = record.model_copy(update={"reused": True})
     _record_step(plan, step, record)
@@ -395,9 +368,9 @@ def _record_step(plan: Plan, step: Step, record: StepRecord) -> None:
     """Last of a step: its output is durable before the record that says so exists."""
     assert step.output is not None
     artifact.sync_files(step.output)
-    artifact.sync_folder(plan.work)
+    sync_folder(plan.work)
     content = {"record": record.model_dump(mode="json"), "sizes": _sizes(step.output)}
-    artifact.write_atomic(plan.work / STEPS_DIR / f"{step.name}.json", json.dumps(content).encode())
+    write_atomic(plan.work / STEPS_DIR / f"{step.name}.json", json.dumps(content).encode())
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -409,19 +382,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _import(folder: Path, source: Source, output: Path) -> None:
     output.mkdir(parents=True)
     for name in source.files:
-        link_or_copy(folder / name, output / name)
-
-
-def link_or_copy(source: Path, destination: Path) -> None:
-    """Hard link where the file system allows it (no space, no time), else copy. Symbolic links are
-    followed: an engine must not point out of itself."""
-    real = source.resolve()
-    try:
-        os.link(real, destination)
-    except OSError as error:
-        if error.errno in _NO_SPACE:
-            raise
-        shutil.copy2(real, destination)
+        swap.link_or_copy(folder / name, output / name)
 
 
 def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
@@ -430,7 +391,7 @@ def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
         if progress is not None:
             on_progress(progress)
 
-    process.run(step.argv, env=CHILD_ENVIRONMENT, log=plan.work / _LOG_FILE, on_line=on_line)
+    process.run(step.argv, env=CHILD_ENVIRONMENT, log=plan.work / LOG_FILE, on_line=on_line)
 
 
 def _check_models(plan: Plan) -> None:
@@ -443,7 +404,7 @@ def _check_models(plan: Plan) -> None:
 
 
 def _changes(source_dir: Path, files: Source, folder: Path) -> list[Problem]:
-    problems = list(check_weight_files(folder))
+    problems = list(check_weight_files(folder)) or check_weight_values(folder)
     source, target = read_modelspec(source_dir), read_modelspec(folder)
     kept = replace(target, quant=source.quant, dtype=source.dtype)
     for name in (field.name for field in fields(source)):
@@ -472,29 +433,3 @@ def _seal(plan: Plan, records: list[StepRecord], known: dict[Path, str]) -> Mani
         steps=tuple(records),
     )
     return artifact.seal(plan.work, manifest, known)
-
-
-def _swap_in(plan: Plan) -> None:
-    """Put the sealed folder in place; a reader sees the old engine or the new one."""
-    old = _old(plan)
-    if plan.folder.exists():
-        _keep_notes(plan.folder, plan.work)
-        plan.folder.rename(old)
-    plan.work.rename(plan.folder)
-    artifact.sync_folder(plan.folder.parent)
-    if old.exists():
-        shutil.rmtree(old)
-    shutil.rmtree(plan.folder / STEPS_DIR)
-
-
-def _keep_notes(old: Path, new: Path) -> None:
-    """Carry over files that somebody put beside the sealed ones (reports, notes): not ours to delete."""
-    try:
-        sealed = set(artifact.read_manifest(old).files)
-    except InputError:
-        return
-    for path in artifact.sealed_files(old):
-        name = path.relative_to(old)
-        if name.as_posix() not in sealed and name.parts[0] not in MODEL_DIRS:
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(path, new / name)

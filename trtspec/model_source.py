@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from trtspec.errors import InputError, MissingError
+from trtspec.user_files import shown_path, user_path
 
 SAMPLE_NAMES = ("smollm2-135m-instruct",)
 """What ``trtspec fetch`` can put into the cache (:mod:`trtspec.sample` has the rest)."""
@@ -17,10 +18,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def cache_folder() -> Path:
     """$TRTSPEC_CACHE, else $XDG_CACHE_HOME/trtspec, else ~/.cache/trtspec (not created here)."""
     if os.environ.get("TRTSPEC_CACHE"):
-        return Path(os.environ["TRTSPEC_CACHE"]).expanduser()
+        return user_path(os.environ["TRTSPEC_CACHE"])
     if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "trtspec"
-    return Path.home() / ".cache" / "trtspec"
+        return user_path(os.environ["XDG_CACHE_HOME"]) / "trtspec"
+    return user_path("~/.cache/trtspec")
 
 
 def _hub_cache() -> Path:
@@ -39,10 +40,10 @@ def find_model(source: str, base: Path, revision: str | None = None) -> Path | N
     Looks where :func:`resolve_model` does, but only at names: no network, no import of huggingface_hub, no
     error. Whether the folder holds a model is for the reader of its config.json to say.
     """
-    if source.startswith("sample:"):
-        folder = cache_folder() / "models" / source.removeprefix("sample:")
-        return folder if (folder / "config.json").is_file() else None
     try:
+        if source.startswith("sample:"):
+            folder = cache_folder() / "models" / source.removeprefix("sample:")
+            return folder if (folder / "config.json").is_file() else None
         folder = (Path(base) / Path(source).expanduser()).resolve()
         if folder.is_dir():
             return folder
@@ -53,7 +54,7 @@ def find_model(source: str, base: Path, revision: str | None = None) -> Path | N
         commit = reference.read_text().strip() if reference.is_file() else revision
         snapshot = stored / "snapshots" / commit if commit else None
         return snapshot if snapshot is not None and (snapshot / "config.json").is_file() else None
-    except (OSError, ValueError, RuntimeError):  # names that no file system has, a loop of links, no home
+    except (OSError, ValueError, RuntimeError, InputError):  # impossible names, a loop of links, no home
         return None
 
 
@@ -77,8 +78,12 @@ def resolve_model(
         if not (folder / "config.json").is_file():
             raise MissingError(f"{source}: not in {folder.parent}; run: trtspec fetch {name}")
         return folder
-    folder = (Path(base) / Path(source).expanduser()).resolve()
-    if folder.is_dir():
+    try:
+        folder = (Path(base) / user_path(source)).resolve()
+        found = folder.is_dir()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links go round in a circle
+        raise InputError(f"{shown_path(source)}: cannot be looked up: {error}") from None
+    if found:
         if revision is not None:
             raise InputError(f"{source!r} is a folder; a revision is only for hub ids, found {revision!r}")
         return folder

@@ -16,9 +16,11 @@ from pathlib import Path
 from trtspec import artifact
 from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, HEADS_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
-from trtspec.errors import InputError, MissingError, Problem
+from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
-from trtspec.modelspec import check_weight_files, read_modelspec
+from trtspec.modelspec import read_modelspec
+from trtspec.quantize.calibration import read_samples
 from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
@@ -32,11 +34,14 @@ from trtspec.recipe import (
 from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
+from trtspec.user_files import user_path
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
 """Records of finished steps, in the work folder."""
 SOURCE_RECORD = "source.json"
+LOG_FILE = ".build.log"
+"""What the steps' tools said, in the work folder and then in the engine."""
 
 _MODEL_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 _LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE")
@@ -268,14 +273,16 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
     if checked.notes:  # the model was not here before
         load_recipe(recipe_path, model=True)
-    if problems := check_weight_files(source_dir):
-        raise InputError(problems)
-
     if engines_dir.exists() and not engines_dir.is_dir():
         raise InputError(Problem("is not a folder; choose another --engines-dir", file=str(engines_dir)))
     folder = engines_dir / recipe.name
     work = engines_dir / f".{recipe.name}.building"
-    source = _hashed(source_dir, _known_source(folder, work), say)
+    known = _known_source(folder, work)
+    # A source that was built from before, and has not been touched since, was checked then.
+    seen = known is not None and artifact.is_unchanged(source_dir, model_files(source_dir), known)
+    if not seen and (problems := check_model_folder(source_dir).problems):
+        raise InputError(problems)
+    source = _hashed(source_dir, known, say)
     draft = _draft_model(recipe, base, source_dir, source, folder, say)
     heads = _trained_heads(recipe, base, source_dir, say)
     quantization, calibration_digest = _resolve_calibration(recipe.quantization, base, "quantization")
@@ -344,11 +351,11 @@ def _draft_model(
     if not isinstance(speculation, DraftModelSpeculation):
         return None
     folder = resolve_model(speculation.model.source, base, speculation.model.revision)
-    if problems := check_weight_files(folder):
+    if problems := check_model_folder(folder).problems:
         raise InputError(problems)
     known = target if folder == target_dir else None
     if known is None:
-        with contextlib.suppress(InputError, OSError):
+        with contextlib.suppress(TrtspecError, OSError):
             known = artifact.read_manifest(engine).draft_source
     source = _hashed(folder, known, say)
     if any(_sha256(source, name) != _sha256(target, name) for name in _TOKENIZER_FILES):
@@ -375,7 +382,7 @@ def _sha256(source: Source, name: str) -> str | None:
 
 def _known_source(folder: Path, work: Path) -> Source | None:
     """Hashes of source files from the sealed engine or from an interrupted build."""
-    with contextlib.suppress(InputError, OSError):
+    with contextlib.suppress(TrtspecError, OSError):
         return artifact.read_manifest(folder).source
     with contextlib.suppress(OSError, ValueError):
         return Source.model_validate_json((work / STEPS_DIR / SOURCE_RECORD).read_bytes())
@@ -391,9 +398,15 @@ def _resolve_calibration(quantization: Quantization, base: Path, key: str) -> tu
     if data == "builtin":
         path = Path(__file__).parent / "data" / "calibration.jsonl"
     else:
-        path = (base / Path(data).expanduser()).resolve()
+        try:
+            path = base / user_path(data)
+            read_samples(str(path))  # before anything is made, and with the lines of the bad texts
+        except InputError as error:
+            found = [
+                Problem(problem.message, problem.file, problem.line, key=f"{key}.calibration.data")
+                for problem in error.problems
+            ]
+            raise InputError(found) from None
+        path = path.resolve()
         value["calibration"]["data"] = str(path)
-    if not path.is_file():
-        message = f"{data}: no such file (looked at {path})"
-        raise InputError(Problem(message, key=f"{key}.calibration.data"))
     return json.dumps(value), artifact.file_sha256(path)

@@ -40,6 +40,7 @@ _REMEDIES = {
     errno.EISDIR: "is a folder; name a file",
     errno.ELOOP: "symbolic links go round in a circle; remove one",
     errno.ENOENT: "check the path",
+    errno.EEXIST: "something else has this name; move it away or name another place",
 }
 
 
