@@ -69,6 +69,37 @@ class Draft:
 EMPTY_DRAFT = Draft((), ())
 
 
+class PrefixTree:
+    """Nodes of a draft under way, in which equal tokens under one parent are one node: exact acceptance
+    follows the first of equal siblings only, so a second one, and all below it, would be computed in vain."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, token: int) -> int:
+        """The node of ``token`` under ``parent`` (-1: the current token), new if there was none."""
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def add_path(self, tokens: Sequence[int]) -> None:
+        """Add ``tokens`` from the current token down."""
+        node = -1
+        for token in tokens:
+            node = self.add(node, token)
+
+    def draft(self, num_observed: int = 0) -> Draft:
+        """All nodes, as point masses; the last ``num_observed`` are no candidates."""
+        return Draft(tuple(self.tokens), tuple(self.parents), None, num_observed)
+
+
 def chain(tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
     """The one-branch draft that proposes ``tokens`` in order; ``probs`` ``[n, vocab]`` or None."""
     return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs)

@@ -26,8 +26,8 @@ class DraftView:
     sampling: Sampling = field(default_factory=Sampling)
     """The request's own, for a drafter that draws its candidates."""
     max_nodes: int | None = None
-    """The most nodes that a tree may have, if none is deeper than ``max_draft``; None: ``max_draft``. Near the
-    end of an answer a broad tree fits where a long chain does not."""
+    """The most nodes that a tree may have, if none is deeper than ``max_draft``; None: ``max_draft``. Near
+    the end of an answer a broad tree fits where a long chain does not."""
     start: int = 0
     """In :meth:`Drafter.observe`: the position of the first of the sequence's rows of that forward. Positions
     before it may never have been observed: their KV came from the prefix cache."""
@@ -46,7 +46,8 @@ class Drafter(Protocol):
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
         """One draft per sequence, in order, of at most ``room`` nodes and ``max_draft`` levels (the engine
-        cuts off what is beyond); EMPTY_DRAFT where there is nothing to propose. Sequences may be missing in one call and back in the next (preemption)."""
+        cuts off what is beyond); EMPTY_DRAFT where there is nothing to propose. Sequences may be missing in
+        one call and back in the next (preemption)."""
         ...
 
     def observe(

@@ -1,21 +1,38 @@
-"""Prompt lookup: draft by copying what followed the current suffix the last time it occurred.
+"""Prompt lookup: draft by copying what followed the current suffix where it occurred before.
 
 LLMA (arXiv 2304.04487) copies spans from reference documents; prompt lookup decoding is its form for the
 sequence's own prompt and answer. It needs no model: the candidates are point masses, and they are good
 where the answer repeats its input (summaries, edits, code) and absent elsewhere.
+
+Two things widen it. Where a suffix went on in several ways, up to ``branches`` of them are verified at once
+as a tree. And a corpus of the user's own texts (:mod:`trtspec.embedded.drafters.corpus`, REST) can be looked
+up besides the sequence itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import DraftView
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, chain
+from trtspec.embedded.drafters.corpus import Corpus
+from trtspec.embedded.tree import EMPTY_DRAFT, Draft, PrefixTree, chain
 from trtspec.errors import InputError, Problem
+
+MAX_PLACES = 16
+"""Earlier places of a suffix that are looked at for branches, latest first."""
+_ESCAPE = 1.0
+"""Places' worth of belief that the text goes on as none of them did (PPM's escape, method A)."""
+_CORPUS_WEIGHT = 1.0
+"""Places in the sequence itself that all places in the corpus together count as."""
+
+Weighted = tuple[Sequence[int], float]
+"""A continuation and how many places it stands for."""
 
 
 @dataclass
@@ -23,6 +40,8 @@ class _Index:
     """Where each n-gram of one sequence ended last: ``ends[n-gram]`` is the position after it."""
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    earlier: dict[tuple[int, int], int] = field(default_factory=dict)
+    """``earlier[n, end]``: where the n-gram that ends there ended the time before; kept for branches only."""
     indexed: int = 0
     """n-grams that end at or before this position are in ``ends``."""
 
@@ -35,6 +54,12 @@ class NgramDrafter:
     of the known text it goes on into the tokens just drafted, so text of period p (a list, a table, a
     loop) drafts full length from its second period on instead of at most p tokens.
 
+    With ``branches`` above 1 all places of that suffix count, the latest MAX_PLACES of them; shorter suffixes
+    are asked while they know too few ways to go on. The draft then is the tree of ``num_draft_tokens`` nodes
+    that is most likely by the places' counts, with at most so many leaves. ``corpus`` gives further places:
+    those of its own longest suffix, if that is longer than the sequence's (for a chain), or besides the
+    sequence's (for a tree).
+
     Nothing is drafted in a step where more than ``max_concurrency`` sequences have room for a draft.
 
     A call costs time in proportion to the tokens that are new since the sequence's last call, and
@@ -45,9 +70,18 @@ class NgramDrafter:
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(
-        self, num_draft_tokens: int, min_ngram: int, max_ngram: int, max_concurrency: int | None = None
+        self,
+        num_draft_tokens: int,
+        min_ngram: int,
+        max_ngram: int,
+        max_concurrency: int | None = None,
+        *,
+        branches: int = 1,
+        corpus: Corpus | None = None,
     ) -> None:
         problems = []
+        if branches < 1:
+            problems.append(Problem(f"{branches} is below 1", key="speculation.branches"))
         if num_draft_tokens < 1:
             problems.append(Problem(f"{num_draft_tokens} is below 1", key="speculation.num_draft_tokens"))
         if min_ngram < 1:
@@ -67,6 +101,8 @@ class NgramDrafter:
         self.num_draft_tokens = num_draft_tokens
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
+        self.branches = branches
+        self.corpus = corpus
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
@@ -78,19 +114,52 @@ class NgramDrafter:
         tokens = view.tokens
         index = self._indexes.setdefault(view.id, _Index())
         self._extend(index, tokens)
-        room = min(self.num_draft_tokens, view.max_draft)
-        if room < 1:
+        depth = min(self.num_draft_tokens, view.max_draft)
+        if depth < 1:
             return EMPTY_DRAFT
+        if self.branches == 1:
+            return self._chain(index, tokens, depth)
+        ways = self._ways(index, tokens, depth) + self._corpus_ways(tokens, depth)
+        return likely_tree(ways, min(self.num_draft_tokens, view.room), self.branches)
+
+    def _chain(self, index: _Index, tokens: Sequence[int], depth: int) -> Draft:
         length = len(tokens)
+        n, end = next(
+            (
+                (n, index.ends[suffix])
+                for n in range(min(self.max_ngram, length - 1), self.min_ngram - 1, -1)
+                if (suffix := tuple(tokens[length - n :])) in index.ends
+            ),
+            (0, 0),
+        )
+        if self.corpus is not None and n < self.max_ngram:
+            found = self.corpus.find(tokens, max(self.min_ngram, n + 1), self.max_ngram, depth)
+            if found is not None:
+                return likely_tree([(way, 1.0) for way in found.continuations], depth, 1)
+        return chain(_copied(tokens, end, depth)) if n else EMPTY_DRAFT
+
+    def _ways(self, index: _Index, tokens: Sequence[int], depth: int) -> list[Weighted]:
+        """How the suffix went on at its earlier places in the sequence: the longest suffix first, the latest
+        place first, no place twice."""
+        length = len(tokens)
+        ends: dict[int, None] = {}
+        firsts: set[int] = set()
         for n in range(min(self.max_ngram, length - 1), self.min_ngram - 1, -1):
             end = index.ends.get(tuple(tokens[length - n :]))
-            if end is not None:
-                drafted = list(tokens[end : end + room])
-                while len(drafted) < room:
-                    # The source runs `length - end` tokens behind: past the known text it is the draft.
-                    drafted.append(drafted[len(drafted) - (length - end)])
-                return chain(drafted)
-        return EMPTY_DRAFT
+            while end is not None and len(ends) < MAX_PLACES:
+                ends.setdefault(end)
+                firsts.add(tokens[end])
+                end = index.earlier.get((n, end))
+            if len(firsts) >= self.branches:
+                break
+        return [(_copied(tokens, end, depth), 1.0) for end in ends]
+
+    def _corpus_ways(self, tokens: Sequence[int], depth: int) -> list[Weighted]:
+        found = self.corpus and self.corpus.find(tokens, self.min_ngram, self.max_ngram, depth)
+        if not found:
+            return []
+        weight = min(1.0, _CORPUS_WEIGHT / len(found.continuations))
+        return [(way, weight) for way in found.continuations]
 
     def _extend(self, index: _Index, tokens: Sequence[int]) -> None:
         """Add the n-grams that ended since the last call, the suffix of ``tokens`` itself left out: it
@@ -98,7 +167,10 @@ class NgramDrafter:
         last = len(tokens) - 1
         for end in range(index.indexed + 1, last + 1):
             for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                index.ends[tuple(tokens[end - n : end])] = end
+                ngram = tuple(tokens[end - n : end])
+                if self.branches > 1 and ngram in index.ends:
+                    index.earlier[n, end] = index.ends[ngram]
+                index.ends[ngram] = end
         index.indexed = max(index.indexed, last)
 
     def observe(
@@ -112,3 +184,58 @@ class NgramDrafter:
 
     def release(self, sequence_id: str) -> None:
         self._indexes.pop(sequence_id, None)
+
+
+def _copied(tokens: Sequence[int], end: int, count: int) -> list[int]:
+    """``count`` tokens from position ``end`` on, which is before the end of ``tokens``."""
+    copied = list(tokens[end : end + count])
+    behind = len(tokens) - end
+    while len(copied) < count:
+        # The source runs `behind` tokens behind: past the known text it is the copy.
+        copied.append(copied[len(copied) - behind])
+    return copied
+
+
+def likely_tree(ways: Sequence[Weighted], max_nodes: int, branches: int) -> Draft:
+    """The tree of at most ``max_nodes`` nodes and ``branches`` leaves that is most likely to be right.
+
+    A node's likelihood is the product along its path of (weight of the ways that go there) / (weight of
+    those that come to its parent + 1): a single place is believed by half, three that agree by three
+    quarters. Nodes are taken from the most likely down; a node is less likely than its parent, so what is
+    taken is a tree. Of equally likely nodes the one that ``ways`` name first is taken, and so is its
+    sibling order.
+    """
+    tree = PrefixTree()
+    order = itertools.count()
+    heap: list[tuple[float, int, int, int, list[Weighted]]] = []
+
+    def offer(node: int, likelihood: float, depth: int, members: Sequence[Weighted]) -> None:
+        for score, token, followers in _followers(members, depth):
+            heapq.heappush(heap, (-likelihood * score, next(order), node, token, followers))
+
+    depth_of = {-1: 0}
+    has_child: set[int] = set()
+    leaves = 0
+    offer(-1, 1.0, 0, ways)
+    while heap and len(tree) < max_nodes:
+        negated, _, parent, token, members = heapq.heappop(heap)
+        new_leaf = parent == -1 or parent in has_child
+        if new_leaf and leaves == branches:
+            continue
+        leaves += new_leaf
+        has_child.add(parent)
+        node = tree.add(parent, token)
+        depth_of[node] = depth_of[parent] + 1
+        offer(node, -negated, depth_of[node], members)
+    return tree.draft()
+
+
+def _followers(members: Sequence[Weighted], depth: int) -> Iterator[tuple[float, int, list[Weighted]]]:
+    """(share of the weight, token, ways that go there) of each token that the ways have at ``depth``."""
+    found: dict[int, list[Weighted]] = {}
+    for way, weight in members:
+        if depth < len(way):
+            found.setdefault(way[depth], []).append((way, weight))
+    total = sum(weight for _, weight in members) + _ESCAPE
+    for token, followers in found.items():
+        yield sum(weight for _, weight in followers) / total, token, followers
