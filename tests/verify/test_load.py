@@ -7,8 +7,16 @@ import pytest
 from built_tiny import Broken, build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
-from trtspec.verify.gates import Verdict
-from trtspec.verify.load import Contender, Race, check_acceptance, check_speed, race
+from trtspec.verify.gates import Check, Verdict, exit_code
+from trtspec.verify.load import (
+    Contender,
+    Race,
+    check_acceptance,
+    check_speed,
+    compare_acceptance,
+    race,
+    too_fast,
+)
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.ruler import Answer, Run, run
 
@@ -35,9 +43,12 @@ def test_a_race_runs_the_same_prompts_to_the_same_lengths(artifact):
         assert [[one.tokens for one in rounds] for rounds in result.runs[name]] == [[n, n] for n in lengths]
         assert [rounds[0].answers[0].request_id for rounds in result.runs[name]] == [p.id for p in prompts]
     check = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=None)
-    assert check.verdict is Verdict.PASS
+    assert check.verdict is Verdict.MEASURED
     assert not check.required
-    assert check.measured > 0
+    rates = check.evidence["tokens_per_s"]
+    assert check.measured == pytest.approx(rates["recipe"] / rates["no_speculation"])
+    for text in ("batch 1, prompt included, 4 prompts 2 times", f"speedup {check.measured:.3f}", "95 %"):
+        assert text in check.summary
 
 
 def test_a_slowed_baseline_is_an_error(artifact):
@@ -46,6 +57,25 @@ def test_a_slowed_baseline_is_an_error(artifact):
     check = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=1.5)
     assert check.verdict is Verdict.ERROR
     assert "more than fewer target steps can give" in check.summary
+    assert "machine busy?" in check.summary
+    ungated = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=None)
+    assert ungated.verdict is Verdict.ERROR
+    assert not ungated.required
+    kept = Check("lossless", Verdict.PASS, "", True)
+    assert exit_code([kept, ungated]) == 0
+    assert exit_code([kept, check]) == 1
+
+
+def test_one_slow_moment_cannot_pass_a_gate():
+    """One impossible pair lifts the sum above what fewer steps can give: doubtful, not a contradiction."""
+    fair = synthetic(1.0, steps=20, prompts=8)
+    slow = [[timed("0", 9.0, 20)], *fair.runs["no_speculation"][1:]]
+    result = Race({"recipe": fair.runs["recipe"], "no_speculation": slow}, ())
+    assert too_fast(fair) == ""
+    assert too_fast(result) == "sum"
+    check = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=0.9)
+    assert check.verdict is Verdict.INCONCLUSIVE
+    assert "machine busy?" in check.warnings[0]
 
 
 def test_an_inflated_counter_voids_the_race(artifact):
@@ -55,6 +85,8 @@ def test_an_inflated_counter_voids_the_race(artifact):
     check = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=1.0)
     assert check.verdict is Verdict.ERROR
     assert "void" in check.summary
+    ungated = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=None)
+    assert ungated.required, "a miscounting engine fails whatever the gates"
 
 
 def test_an_answer_that_ends_early_voids_the_race(artifact):
@@ -91,7 +123,7 @@ def synthetic(ratio: float, spread: float = 0.02, prompts: int = 8, steps: int =
         (1.4, 1.5, 0.02, Verdict.FAIL),
         (1.5, 1.5, 0.02, Verdict.INCONCLUSIVE),
         (1.6, 1.5, 0.30, Verdict.INCONCLUSIVE),
-        (2.0, None, 0.02, Verdict.PASS),
+        (2.0, None, 0.02, Verdict.MEASURED),
     ],
 )
 def test_the_lower_end_of_the_interval_decides(ratio, bound, spread, verdict):
@@ -123,7 +155,7 @@ def accepted(emitted: tuple[int, ...], name: str = "a", drafted: int = 0) -> Ans
 
 def test_more_tokens_a_step_than_drafts_allow_is_an_error():
     answers = [accepted((6, 6, 6), str(i), drafted=15) for i in range(4)]
-    assert check_acceptance(answers, draft_limit=5, bound=None, contradictions=()).verdict is Verdict.PASS
+    assert check_acceptance(answers, draft_limit=5, bound=None, contradictions=()).verdict is Verdict.MEASURED
     check = check_acceptance(answers, draft_limit=4, bound=None, contradictions=())
     assert check.verdict is Verdict.ERROR
     assert "impossible" in check.summary
@@ -132,7 +164,7 @@ def test_more_tokens_a_step_than_drafts_allow_is_an_error():
 def test_a_dead_drafter_is_said():
     answers = [accepted((1,) * 30, str(i), drafted=90) for i in range(4)]
     check = check_acceptance(answers, draft_limit=4, bound=None, contradictions=())
-    assert any("dead drafter" in warning for warning in check.warnings)
+    assert any("of no use" in warning for warning in check.warnings)
     lively = [accepted((3,) * 10, str(i), drafted=30) for i in range(4)]
     assert check_acceptance(lively, draft_limit=4, bound=None, contradictions=()).warnings == ()
 
@@ -142,7 +174,7 @@ def test_answers_stuck_on_one_token_are_said():
     check = check_acceptance(
         [stuck, accepted((2,) * 8, "b", 16)], draft_limit=4, bound=None, contradictions=()
     )
-    assert any("1 of 2 answers end in a repeated token" in warning for warning in check.warnings)
+    assert any("1 of 2 answers end in the same one or two tokens" in warning for warning in check.warnings)
 
 
 def test_token_and_request_weighted_means_differ_and_are_both_there():
@@ -152,3 +184,49 @@ def test_token_and_request_weighted_means_differ_and_are_both_there():
     assert evidence["acceptance_length_mean_over_requests"] == pytest.approx((4 + 1) / 2)
     assert evidence["acceptance_rate"] == pytest.approx(30 / 36)
     assert evidence["acceptance_rate_mean_over_requests"] == pytest.approx(0.5)
+
+
+def answered(name: str, steps: int, drafted: int, accepted: int) -> Answer:
+    """``steps`` steps of ``drafted`` candidates, of which the first ``accepted`` steps keep one."""
+    emitted = (2,) * accepted + (1,) * (steps - accepted)
+    tokens = tuple(range(sum(emitted)))
+    return Answer(name, tokens, "length", emitted, steps * drafted, accepted, (drafted,) * steps)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"), [(Verdict.PASS, Verdict.INCONCLUSIVE), (Verdict.FAIL, Verdict.FAIL)]
+)
+def test_more_acceptance_than_in_float64_is_suspicious(verdict, expected):
+    check = Check("lossless", verdict, "fine", False)
+    exact = [answered(str(i), 20, 2, 6) for i in range(8)]
+    generous = [answered(str(i), 20, 2, 14) for i in range(8)]
+    result = compare_acceptance(check, generous, exact, required=True)
+    assert result.verdict is expected
+    assert "suspicious" in result.summary + "".join(result.warnings)
+    if expected is Verdict.INCONCLUSIVE:
+        assert result.required
+    assert compare_acceptance(check, exact, exact, required=True).verdict is verdict
+    assert compare_acceptance(check, exact, generous, required=True).verdict is verdict, "lower is no fault"
+
+
+def test_too_few_prompts_show_nothing_suspicious():
+    check = Check("lossless", Verdict.PASS, "fine", False)
+    exact = [answered(str(i), 20, 2, 6) for i in range(4)]
+    generous = [answered(str(i), 20, 2, 14) for i in range(4)]
+    result = compare_acceptance(check, generous, exact, required=True)
+    assert result.verdict is Verdict.PASS
+    evidence = result.evidence["acceptance_rate_against_float64"]
+    assert evidence["rate"] > evidence["rate_float64"]
+    assert evidence["higher_by_chance"] == evidence["least_possible"] == 1 / 16
+
+
+def test_only_as_many_tokens_are_compared_as_float64_has():
+    check = Check("lossless", Verdict.PASS, "fine", False)
+    exact = [answered(str(i), 10, 2, 0) for i in range(8)]
+    longer = [answered(str(i), 10, 2, 0) for i in range(8)]
+    longer = [
+        Answer(a.request_id, (*a.tokens, *range(20)), "length", (*a.emitted, *(2,) * 10), 40, 10, (2,) * 20)
+        for a in longer
+    ]
+    evidence = compare_acceptance(check, longer, exact, required=True).evidence
+    assert evidence["acceptance_rate_against_float64"]["rate"] == 0.0

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
+import shlex
 from pathlib import Path
 
 import pytest
-from built_tiny import build_tiny, write_jsonl
+from built_tiny import build_tiny, keeps_near_misses, write_jsonl
 
 from trtspec.cli import main
 from trtspec.errors import InputError
@@ -54,9 +56,54 @@ def test_a_good_engine_passes_and_the_report_says_how(tmp_path, data, capsys):
     by_name = {check["name"]: check for check in value["checks"]}
     assert by_name["lossless"]["verdict"] == "PASS"
     assert by_name["quality"]["verdict"] == "SKIPPED"
+    assert by_name["lossless_float64"]["verdict"] == "PASS"
+    assert by_name["lossless_float64"]["required"]
     assert by_name["speedup"]["measured"] > 0
+    assert by_name["acceptance"]["verdict"] == "MEASURED"
     assert all(check["how"] for check in value["checks"] if check["verdict"] not in ("SKIPPED",))
     assert "| lossless | PASS | yes |" in page.read_text()
+
+
+@pytest.mark.parametrize("nats", [0.4, 1.0])
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+def test_an_acceptance_that_keeps_near_misses_exits_1(tmp_path, data, monkeypatch, capsys, nats, quick):
+    """It accepts more and is faster; in 16 bit it hides in the noise."""
+    built = build_tiny(tmp_path / "careless", dtype="bfloat16")
+    monkeypatch.setattr("trtspec.embedded.engine.exact", keeps_near_misses(nats))
+    given = arguments(built.folder, data)
+    assert main(given if quick else [one for one in given if one != "--quick"]) == 1
+    assert "FAIL          lossless_float64" in capsys.readouterr().out
+
+
+def test_stages_are_reported_one_after_the_other(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "stages")
+    main(arguments(built.folder, data))
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.endswith("...") or ": done in" in line
+    ]
+    assert len(lines) >= 6
+    for began, ended in zip(lines[::2], lines[1::2], strict=True):
+        assert began.endswith(" ...")
+        assert ended.startswith(began.removesuffix(" ...") + ": done in")
+
+
+def test_help_shows_the_defaults_that_hold(capsys):
+    main(["verify", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    full, quick = protocol.Settings(), protocol.QUICK
+    shown = re.findall(r"--([a-z-]+) [A-Z ]+[^\[]*\[default: (\d+); quick: (\d+)\]", text)
+    assert len(shown) == 6
+    for option, default, quick_default in shown:
+        name = option.replace("-", "_")
+        assert (int(default), int(quick_default)) == (getattr(full, name), getattr(quick, name))
+
+
+def test_float64_proves_itself(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "exact", dtype="float64")
+    assert main(arguments(built.folder, data, "--json")) == 0
+    checks = json.loads(capsys.readouterr().out)["report"]["checks"]
+    assert [check["name"] for check in checks][:2] == ["lossless", "quality"]
+    assert checks[0]["evidence"]["near_misses"]["refused"] > 0
 
 
 def test_a_gate_that_is_not_met_exits_1(tmp_path, data, capsys):
@@ -195,8 +242,22 @@ def test_renderings_hold_every_check_and_warning():
         Check("one", Verdict.PASS, "all | good", True, measured=1.5, bound=1.2, sense="at least", n=3),
         Check("two", Verdict.ERROR, "bad " * 40, False, warnings=("look here",)),
     )
-    assert made.exit_code == 1
+    assert made.exit_code == 0, "nobody asked for the one that could not be measured"
     for text in (render.terminal(made), render.markdown(made)):
-        for word in ("one", "two", "PASS", "ERROR", "look here", "FAIL (1 of 1 required checks passed)"):
+        for word in (
+            "one",
+            "two",
+            "PASS",
+            "ERROR",
+            "look here",
+            "PASS (1 of 1 required checks passed; not measured: two)",
+        ):
             assert word in text
     assert max(len(line) for line in render.terminal(made, width=80).splitlines()) <= 80
+
+
+def test_the_command_can_be_pasted():
+    argv = ("trtspec", "verify", "my engines/x", "--prompts", "it's.jsonl")
+    page = render.markdown(dataclasses.replace(made_report(), argv=argv))
+    command = page.split("- command: `")[1].split("`")[0]
+    assert tuple(shlex.split(command)) == argv

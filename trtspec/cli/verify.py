@@ -18,16 +18,32 @@ _FILE = click.Path(path_type=Path)
 @click.command()
 @click.argument("engine", type=_FILE)
 @click.option(
-    "--prompts", type=_FILE, help="JSONL file with messages, prompt or text a line, instead of ours."
+    "--prompts", type=_FILE, help="JSONL file with messages, prompt or text a line.  [default: ours]"
 )
-@click.option("--num-prompts", type=click.IntRange(1), help="Prompts for identity and acceptance.")
-@click.option("--max-new-tokens", type=click.IntRange(2), help="Longest answer.")
-@click.option("--rounds", type=click.IntRange(1), help="How often each prompt is timed.")
-@click.option("--heldout", type=_FILE, help="JSONL file with text a line, for perplexity, instead of ours.")
-@click.option("--quality-tokens", type=click.IntRange(2), help="Tokens for perplexity.")
-@click.option("--quick", is_flag=True, help="Measure less: wider intervals, a third of the time.")
-@click.option("-o", "--output", type=_FILE, help="Write the report as JSON.")
-@click.option("--markdown", type=_FILE, help="Write the report as Markdown.")
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(1),
+    help="Prompts for losslessness and acceptance.  [default: 12; quick: 6]",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(2), help="Longest answer, in tokens.  [default: 48; quick: 24]"
+)
+@click.option(
+    "--exact-prompts", type=click.IntRange(1), help="Prompts of the run in float64.  [default: 8; quick: 4]"
+)
+@click.option(
+    "--exact-tokens", type=click.IntRange(2), help="Longest answer in float64.  [default: 32; quick: 24]"
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), help="How often each prompt is timed.  [default: 2; quick: 1]"
+)
+@click.option("--heldout", type=_FILE, help="JSONL file with text a line, for perplexity.  [default: ours]")
+@click.option(
+    "--quality-tokens", type=click.IntRange(2), help="Tokens for perplexity.  [default: 3000; quick: 1000]"
+)
+@click.option("--quick", is_flag=True, help="Measure less: wider intervals, about half the time.")
+@click.option("-o", "--output", type=_FILE, help="Write the report as JSON to this file.")
+@click.option("--markdown", type=_FILE, help="Write the report as Markdown to this file.")
 @json_option
 @click.pass_context
 def verify(
@@ -36,6 +52,8 @@ def verify(
     prompts: Path | None,
     num_prompts: int | None,
     max_new_tokens: int | None,
+    exact_prompts: int | None,
+    exact_tokens: int | None,
     rounds: int | None,
     heldout: Path | None,
     quality_tokens: int | None,
@@ -46,8 +64,10 @@ def verify(
 ) -> int:
     """Check an engine: is speculation lossless, is quality kept, is it faster?
 
-    Compares the engine with the same weights without speculation and with the 16-bit baseline, by the gates
-    of its recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
+    Lossless means: the same tokens as without speculation. The proof is a run in float64, where rounding
+    cannot excuse a difference; in 16 bit near ties may differ. Compares the engine with the same weights
+    without speculation and with the 16-bit baseline, by the gates of its recipe. Exit code 0: every gate
+    holds; 1: one does not; 4: the measurements do not decide.
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -58,6 +78,8 @@ def verify(
         "prompts": prompts,
         "num_prompts": num_prompts,
         "max_new_tokens": max_new_tokens,
+        "exact_prompts": exact_prompts,
+        "exact_tokens": exact_tokens,
         "rounds": rounds,
         "heldout": heldout,
         "quality_tokens": quality_tokens,

@@ -4,13 +4,17 @@ The rules, in one place:
 
 * A *gate* compares an interval with a bound: all of it on the good side is PASS, all of it on the bad
   side FAIL, astride INCONCLUSIVE.
-* ERROR means that a measurement contradicts itself, so nothing measured in that run is to be trusted.
-* A report is ok when every required check passed, there is at least one, and no check is an ERROR. A
-  required check that was skipped is not a pass.
+* MEASURED: a number that no gate of the recipe asks about. It decides nothing.
+* ERROR means that a measurement contradicts itself. A required one fails the report; one that nobody
+  asked for is shown and fails nothing: a busy machine must not turn a good engine into a bad one. (An
+  engine that miscounts its own tokens is a fault whatever the gates: those checks are then required.)
+* A report is ok when every required check passed and there is at least one. A required check that was
+  skipped is not a pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,6 +26,7 @@ from trtspec.verify.stats import Interval, blocks_needed
 
 class Verdict(str, Enum):
     PASS = "PASS"
+    MEASURED = "MEASURED"
     FAIL = "FAIL"
     INCONCLUSIVE = "INCONCLUSIVE"
     SKIPPED = "SKIPPED"
@@ -78,9 +83,13 @@ def gated(
 ) -> Check:
     """A check of one number against a bound of the recipe; without a bound it is reported, not required."""
     low, high = interval
-    text = f"{what} {measured:.3f} [{low:.3f}, {high:.3f}]"
+    text = f"{what} {measured:.3f}" + (
+        f" (95 % interval {low:.3f} to {high:.3f})"
+        if math.isfinite(low) and math.isfinite(high)
+        else f" (too few {n_unit} for an interval)"
+    )
     if bound is None:
-        verdict, summary = Verdict.PASS, f"{text}; no gate"
+        verdict, summary = Verdict.MEASURED, f"{text}; the recipe sets no gate"
     else:
         verdict = gate_verdict(interval, bound, sense)
         summary = f"{text}; gate: {sense} {bound:g}"
@@ -111,11 +120,9 @@ def all_ok(checks: Sequence[Check]) -> bool:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """0: ok. 1: a required check failed or any is an ERROR. 4: undecided, skipped or nothing required."""
-    if any(check.verdict is Verdict.ERROR for check in checks):
-        return EXIT_GATE_FAILED
+    """0: ok. 1: a required check failed or contradicts itself. 4: undecided, skipped or nothing required."""
     required = [check.verdict for check in checks if check.required]
-    if Verdict.FAIL in required:
+    if Verdict.FAIL in required or Verdict.ERROR in required:
         return EXIT_GATE_FAILED
     if required and all(verdict is Verdict.PASS for verdict in required):
         return EXIT_PASS

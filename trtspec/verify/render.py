@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 
 from trtspec.verify.gates import Check, Verdict
@@ -20,9 +21,8 @@ def terminal(report: Report, width: int = 100) -> str:
         "",
     ]
     for check in report.checks:
-        need = "" if check.required or check.bound is None else " (not required)"
         head = f"{_word(check):<13} {check.name:<{_NAMES_WIDTH}} "
-        body = textwrap.wrap(check.summary + need, max(width - len(head), 30)) or [""]
+        body = textwrap.wrap(check.summary + _need(check), max(width - len(head), 30)) or [""]
         lines.append(head + body[0])
         lines += [" " * len(head) + line for line in body[1:]]
         for warning in check.warnings:
@@ -35,8 +35,10 @@ def terminal(report: Report, width: int = 100) -> str:
 def verdict(report: Report) -> str:
     """One line: the verdict and how many required checks it rests on."""
     required = [check for check in report.checks if check.required]
-    passed = sum(check.verdict.value == "PASS" for check in required)
-    return f"{VERDICT_WORDS[report.exit_code]} ({passed} of {len(required)} required checks passed)"
+    passed = sum(check.verdict is Verdict.PASS for check in required)
+    line = f"{VERDICT_WORDS[report.exit_code]} ({passed} of {len(required)} required checks passed"
+    broken = [check.name for check in report.checks if check.verdict is Verdict.ERROR and not check.required]
+    return line + (f"; not measured: {', '.join(broken)})" if broken else ")")
 
 
 def markdown(report: Report) -> str:
@@ -79,7 +81,7 @@ def markdown(report: Report) -> str:
             f"- engine: `{report.engine}`, recipe digest `{report.recipe_digest}`, "
             f"source digest `{report.source_digest}`",
             f"- date: {report.created}, {report.seconds:.0f} s",
-            f"- command: `{' '.join(report.argv)}`",
+            f"- command: `{shlex.join(report.argv)}`",
             f"- machine: {machine}",
             f"- versions: {tools}",
             f"- settings: {settings}",
@@ -89,9 +91,14 @@ def markdown(report: Report) -> str:
 
 
 def _word(check: Check) -> str:
-    """The verdict; a number that no gate asks about is only measured."""
-    ungated = check.verdict is Verdict.PASS and check.bound is None and not check.required
-    return "measured" if ungated and check.measured is not None else check.verdict.value
+    """The verdict; "measured" is none, so it is not in capitals."""
+    return "measured" if check.verdict is Verdict.MEASURED else check.verdict.value
+
+
+def _need(check: Check) -> str:
+    """What a reader must know of a check that did not pass and does not count."""
+    decides = check.required or check.verdict in (Verdict.PASS, Verdict.MEASURED, Verdict.SKIPPED)
+    return "" if decides else " (not required)"
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -29,6 +29,8 @@ class Answer:
     """Tokens of each target step that emitted any."""
     drafted: int
     accepted: int
+    drafted_by_step: tuple[int, ...] = ()
+    """Drafted tokens of each step of ``emitted``."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Run:
 class _Books:
     tokens: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    drafted_by_step: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     finish_reason: FinishReason | None = None
@@ -68,7 +71,7 @@ def run(
     draft_limit: int | None,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Run ``requests`` together to their end and audit the engine's books on the way.
+    """Run ``requests`` together to their end and check the engine's own counts on the way.
 
     ``draft_limit``: the most tokens a step may draft (:func:`max_draft`). ``seconds`` is the wall time from
     the first ``add`` to the last output. Raises what :meth:`Engine.add` raises.
@@ -116,6 +119,7 @@ def run(
             tuple(book.emitted),
             book.drafted,
             book.accepted,
+            tuple(book.drafted_by_step),
         )
         for request in requests
         for book in [books[request.id]]
@@ -132,6 +136,7 @@ def _enter(book: _Books, output: Output, draft_limit: int | None, wrong: list[st
     book.finish_reason = output.finish_reason
     if emitted:
         book.emitted.append(emitted)
+        book.drafted_by_step.append(output.drafted)
     if output.accepted > output.drafted:
         wrong.append(f"{name}: {output.accepted} tokens accepted of {output.drafted} drafted")
     if draft_limit is not None and output.drafted > draft_limit:
@@ -154,6 +159,18 @@ def _audit(request: Request, book: _Books, wrong: list[str]) -> None:
         wrong.append(f"{request.id}: went on after a stop token")
     if book.finish_reason == "cancelled":
         wrong.append(f"{request.id}: cancelled by the engine")
+
+
+def acceptance_within(answer: Answer, max_tokens: int) -> tuple[int, int]:
+    """Drafted and accepted tokens of the steps that begin within the first ``max_tokens`` new tokens."""
+    drafted = accepted = tokens = 0
+    for emitted, candidates in zip(answer.emitted, answer.drafted_by_step, strict=True):
+        if tokens >= max_tokens:
+            break
+        tokens += emitted
+        drafted += candidates
+        accepted += min(emitted - 1, candidates)
+    return drafted, accepted
 
 
 def acceptance_length(answers: Sequence[Answer]) -> float:

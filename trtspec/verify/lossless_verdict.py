@@ -1,0 +1,308 @@
+"""The verdict on losslessness, over what :mod:`trtspec.verify.lossless` measured.
+
+In exact arithmetic (float64, float32) any difference is a FAIL, and a PASS needs drafts that were refused,
+near misses among them.
+
+In 16 bit, the usual noise is a quantile, the value that 95 % of the places do not exceed: a maximum grows
+with the number of places and one outlier would excuse everything. A divergence whose gap is within the
+usual noise, or within that measured at its own place, is a *near tie*. One far beyond the largest noise
+seen anywhere is a FAIL. Between the two nothing is decided.
+
+Near ties show no fault, and no more: a careless acceptance also diverges at near ties, so this check cannot
+see a loss below the noise. Where the usual noise is above :data:`POWER_NATS` (an 8-bit KV cache alone, whose
+codes flip when their input moves by a rounding error, moves a small model's log-probabilities by tenths of
+a nat) it is therefore INCONCLUSIVE when answers differ, and the verdict rests on the run in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.near_misses import NEAR_NATS, Refusals
+from trtspec.verify.stats import rate_interval, rate_upper_bound
+
+TIES_ALLOWED = ("bfloat16", "float16")
+POWER_NATS = 0.1
+"""Usual noise up to which near ties in 16 bit still show something: 10 % in probability."""
+MIN_NEAR = 12
+"""Refused near misses that the proof needs: an acceptance that keeps every fourth of them is then caught
+with 97 %."""
+FAULT = 3
+"""Times the largest noise measured. A divergence is where rounding was largest among all places of all texts,
+along the run's own mix of passes, and noise is measured at fewer places: a little above is no fault yet."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where one answer first differs from its reference."""
+
+    prompt_id: str
+    position: int
+    """Index into the new tokens."""
+    reference_token: int | None
+    """None: the reference ended here."""
+    other_token: int | None
+    gap_nats: float | None = None
+    """See the module; None where one text ended."""
+    margin: float | None = None
+    """Logit margin between the two most likely tokens there."""
+    local_noise_nats: float | None = None
+    """How far the two tokens' difference moves at this very place with the rows of a forward; measured
+    only where the gap exceeds the noise elsewhere."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs of the same prompts. ``positions``: token decisions that were compared, up to and
+    including each first divergence."""
+
+    positions: int
+    prompts: int
+    divergences: tuple[Divergence, ...]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What changing only the number of tokens that a pass computes does to scores."""
+
+    usual_nats: float
+    """95 % of the differences do not exceed it."""
+    nats: float
+    """Largest difference found."""
+    rms_nats: float
+    """Root mean square of all differences."""
+    positions: int
+    by_rows: dict[str, float]
+    """The largest difference for each number of rows, against one pass over the text."""
+
+
+def is_tie(divergence: Divergence, noise: Noise) -> bool:
+    """Whether rounding of the usual size, or as measured at this very place, explains a divergence."""
+    allowed = max(noise.usual_nats, divergence.local_noise_nats or 0.0)
+    return divergence.gap_nats is not None and divergence.gap_nats <= allowed
+
+
+def is_fault(divergence: Divergence, noise: Noise) -> bool:
+    """Whether no rounding of the size seen anywhere explains a divergence. A text that simply ends is
+    always a fault."""
+    return divergence.gap_nats is None or divergence.gap_nats > FAULT * max(
+        noise.nats, divergence.local_noise_nats or 0.0
+    )
+
+
+@dataclass(frozen=True)
+class NearMissRun:
+    """The run whose drafts hold near misses, against the same reference."""
+
+    comparison: Comparison
+    refusals: Refusals
+
+
+def judge(
+    name: str,
+    comparison: Comparison,
+    noise: Noise,
+    floor: Comparison,
+    *,
+    dtype: str,
+    drafted: int,
+    accepted: int,
+    speculates: bool,
+    required: bool,
+    contradictions: Sequence[str],
+    near: NearMissRun | None = None,
+    proof: str | None = None,
+) -> Check:
+    """The verdict over what was measured. ``comparison`` and ``floor`` are already located.
+
+    ``near`` None: no near misses were offered. ``proof``: the check in exact arithmetic that decides where
+    this one cannot; None: there is none, so this one must decide by itself.
+    """
+    rounds = dtype in TIES_ALLOWED
+    against = "without speculation" if speculates else "at batch 1"
+    different = len(comparison.divergences)
+    upper = rate_upper_bound(different, comparison.positions)
+    faults = [one for one in comparison.divergences if not rounds or is_fault(one, noise)]
+    batch_faults = [one for one in floor.divergences if not rounds or is_fault(one, noise)]
+    doubtful = [one for one in comparison.divergences if not is_tie(one, noise)]
+    scope = f"{comparison.prompts} answers ({comparison.positions} tokens)"
+    measured_as: Literal["identical", "numeric ties only", "different"] = "identical"
+    if faults:
+        verdict, measured_as = Verdict.FAIL, "different"
+        summary = (
+            f"{len(faults)} of {comparison.prompts} answers differ from the same weights {against}: "
+            + _describe(faults[0])
+            + (
+                f"; the largest rounding difference measured is {_nats(noise.nats)}"
+                if rounds
+                else f"; in {dtype} no difference counts as rounding"
+            )
+        )
+        if near is not None and near.refusals.kept:
+            summary += f"; {near.refusals.kept} of {near.refusals.offered} second choices were kept as drafts"
+    elif near is not None and near.comparison.divergences:
+        verdict, measured_as = Verdict.FAIL, "different"
+        wrong = near.comparison.divergences
+        summary = (
+            "drafts are kept that should be refused: with the target's second choice as draft "
+            f"{len(wrong)} of {near.comparison.prompts} answers differ from the same weights {against}: "
+            f"{_describe(wrong[0])}"
+        )
+    elif contradictions:
+        verdict = Verdict.ERROR
+        summary = f"the engine's counts contradict its outputs: {contradictions[0]}"
+    elif batch_faults:
+        verdict, measured_as = Verdict.FAIL, "different"
+        summary = "without speculation, batching alone changes answers: " + _describe(batch_faults[0])
+    elif speculates and drafted == 0:
+        verdict = Verdict.INCONCLUSIVE
+        summary = (
+            f"identical in {scope}, but nothing was drafted, so this shows nothing; use prompts on which the "
+            "drafter finds something (--prompts), or longer answers (--max-new-tokens)"
+        )
+    elif near is not None and (few := _too_few(near.refusals)):
+        verdict = Verdict.INCONCLUSIVE
+        summary = (
+            f"identical in {scope}, but {few}: more (--exact-prompts) or longer (--exact-tokens) answers "
+            "would decide"
+        )
+    elif different:
+        verdict, measured_as = Verdict.PASS, "numeric ties only"
+        if noise.usual_nats > POWER_NATS or doubtful:
+            verdict, required = Verdict.INCONCLUSIVE, required and proof is None
+        summary = _ties(comparison, noise, floor, doubtful, against, proof)
+    else:
+        verdict = Verdict.PASS
+        summary = f"identical to the same weights {against} in {scope}"
+    if verdict in (Verdict.PASS, Verdict.INCONCLUSIVE) and speculates and drafted and not different:
+        summary += f"; its own drafts: {drafted} tokens, {drafted - accepted} of them refused"
+        if near is not None:
+            summary += f"; {_shown(near.refusals)}"
+    warnings: tuple[str, ...] = ()
+    if speculates and drafted and not accepted:
+        warnings = (f"none of {drafted} drafted tokens was accepted: only refusing was exercised",)
+    how = f"greedy, {dtype}; compared token by token, lengths included, up to the first divergence"
+    if near is not None:
+        how += (
+            "; then again with drafts that follow the known answer and hold the second most likely token "
+            "where the two are closest"
+        )
+    if noise.positions:
+        how += (
+            "; gaps scored in one pass by the engine without speculation; noise: the same texts scored with "
+            f"{', '.join(noise.by_rows)} tokens a pass against all in one pass, usual: the 95 % quantile"
+        )
+    floor_low, floor_high = rate_interval(len(floor.divergences), max(floor.positions, 1))
+    return Check(
+        name=name,
+        verdict=verdict,
+        summary=summary,
+        required=required,
+        measured=float(different),
+        unit="divergences",
+        n=comparison.positions,
+        n_unit="tokens",
+        how=how,
+        warnings=warnings,
+        evidence={
+            "result": measured_as,
+            "divergences": [asdict(divergence) for divergence in comparison.divergences],
+            "mismatch_rate_upper_95": upper,
+            "noise": asdict(noise),
+            "floor": {
+                "what": "engine without speculation, batch 1 against batch N",
+                "prompts": floor.prompts,
+                "tokens": floor.positions,
+                "divergences": [asdict(divergence) for divergence in floor.divergences],
+                "rate_95": [floor_low, floor_high],
+            },
+            "drafted": drafted,
+            "accepted": accepted,
+            "rejected": drafted - accepted,
+            "near_misses": None if near is None else _near_evidence(near),
+            "contradictions": list(contradictions),
+        },
+    )
+
+
+def _ties(
+    comparison: Comparison,
+    noise: Noise,
+    floor: Comparison,
+    doubtful: Sequence[Divergence],
+    against: str,
+    proof: str | None,
+) -> str:
+    """What differs, how near the ties were, and what that is worth."""
+    count = len(comparison.divergences)
+    largest = max(divergence.gap_nats or 0.0 for divergence in comparison.divergences)
+    local = max(divergence.local_noise_nats or 0.0 for divergence in comparison.divergences)
+    text = f"{count} of {comparison.prompts} answers differ from the run {against}, "
+    if doubtful:
+        text += (
+            f"{len(doubtful)} of them by somewhat more than rounding noise, first {_describe(doubtful[0])}"
+        )
+    else:
+        text += "all at near ties within rounding noise"
+    text += (
+        f" (gaps between the two tokens up to {_nats(largest)}; rounding alone moves scores by up to "
+        f"{noise.usual_nats:.2g} at 95 % of the places, up to {max(noise.nats, local):.2g} anywhere"
+    )
+    if floor.prompts:
+        batching = f"{len(floor.divergences)} of {floor.prompts}"
+        text += f"; without speculation, a batch and batch 1 differ in {batching}"
+    text += ")"
+    if noise.usual_nats > POWER_NATS or doubtful:
+        text += f"; a loss smaller than {_nats(max(noise.usual_nats, largest))} cannot be seen here"
+        text += f": the proof is {proof}" if proof else ", and no run in float64 could prove more"
+    return text
+
+
+def _nats(value: float) -> str:
+    return f"{value:.2g} nat{'' if value <= 1 else 's'}"
+
+
+def _too_few(found: Refusals) -> str:
+    if found.near >= MIN_NEAR:
+        return ""
+    return (
+        f"only {found.near} near misses (second choices within {NEAR_NATS} nat of the best token) were "
+        f"offered and refused, {MIN_NEAR} are needed"
+    )
+
+
+def _shown(found: Refusals) -> str:
+    return (
+        f"the target's second choice as draft: {len(found.gaps_nats)} of {found.offered} refused, "
+        f"{found.near} of them near misses (within {NEAR_NATS} nat of the best token)"
+    )
+
+
+def _near_evidence(near: NearMissRun) -> dict[str, object]:
+    found = near.refusals
+    return {
+        "answers": near.comparison.prompts,
+        "offered": found.offered,
+        "refused": len(found.gaps_nats),
+        "refused_within_nats": {
+            str(nats): sum(gap <= nats for gap in found.gaps_nats) for nats in (0.01, 0.1, NEAR_NATS, 1.0)
+        },
+        "smallest_gap_refused_nats": found.gaps_nats[0] if found.gaps_nats else None,
+        "kept_rate_upper_95": rate_upper_bound(found.kept, found.offered),
+        "divergences": [asdict(divergence) for divergence in near.comparison.divergences],
+    }
+
+
+def _describe(divergence: Divergence) -> str:
+    place = f"prompt {divergence.prompt_id}, token {divergence.position}"
+    if divergence.other_token is None:
+        return f"{place}: ends early"
+    if divergence.reference_token is None:
+        return f"{place}: goes on where the reference ended"
+    gap = "" if divergence.gap_nats is None else f", {_nats(divergence.gap_nats)} below the best token"
+    if divergence.local_noise_nats is not None:
+        gap += f" (rounding at this place: {divergence.local_noise_nats:.3g})"
+    return f"{place}: token {divergence.other_token} instead of {divergence.reference_token}{gap}"
