@@ -38,11 +38,18 @@ def load_model(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: tor
     blocks = [_load_layer(checkpoint, f"model.layers.{i}.") for i in range(spec.num_layers)]
     final_norm = checkpoint.plain("model.norm.weight")
     lm_head: Linear
+    output_rows: Tensor | None = None
     if spec.tie_embeddings:
         # Packed, the head is a copy of the embedding; on a small model it saves a tenth of a decode step.
-        lm_head = layers.dense(embedding)
+        lm_head, output_rows = layers.dense(embedding), embedding
     else:
         lm_head = checkpoint.linear(["lm_head"])
+        if dtype.itemsize == 2 and (spec.quant is None or not spec.quant.covers("lm_head")):
+            # The plain form beside the packed one: logits of the best tokens are computed from it in float32.
+            if isinstance(lm_head, layers.DenseLinear):
+                output_rows = lm_head.weight
+            else:
+                output_rows = checkpoint.plain("lm_head.weight")
     kv_scales = _load_kv_scales(checkpoint)
     checkpoint.check_scales()
     if checkpoint.problems:
@@ -53,6 +60,7 @@ def load_model(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: tor
         layers=blocks,
         final_norm=final_norm,
         lm_head=lm_head,
+        output_rows=output_rows,
         kv_scales=kv_scales,
     )
 
