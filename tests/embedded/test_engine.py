@@ -339,6 +339,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 NGRAM = {"kind": "ngram", "num_draft_tokens": 4, "min_ngram": 1, "max_ngram": 3}
+DRAFT_MODEL = {"kind": "draft_model", "model": {"source": "small"}}
 
 
 def test_a_recipe_opens_with_and_without_speculation(folder: Path) -> None:
@@ -384,9 +385,9 @@ def test_a_quantized_kv_cache_serves_generation_and_scores_alike(folder: Path) -
     ("changes", "error", "message"),
     [
         (
-            {"speculation": {"kind": "lookahead"}},
+            {"speculation": DRAFT_MODEL},
             InputError,
-            "speculation.kind: lookahead is not run by the embedded backend yet; use none or ngram",
+            "speculation.model: the engine holds no draft model (folder draft); build it again",
         ),
         (
             {"limits": {"max_seq_tokens": 1024}},
@@ -422,8 +423,8 @@ def test_what_cannot_be_opened_says_why(
         open_embedded(recipe(**changes), folder)
 
 
-def test_without_speculation_an_unsupported_drafter_does_not_matter(folder: Path) -> None:
-    engine = open_embedded(recipe(speculation={"kind": "lookahead"}), folder, speculation=False)
+def test_without_speculation_a_missing_draft_model_does_not_matter(folder: Path) -> None:
+    engine = open_embedded(recipe(speculation=DRAFT_MODEL), folder, speculation=False)
     assert generate(engine, [REQUEST])[0].tokens
 
 
