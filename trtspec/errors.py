@@ -22,6 +22,8 @@ EXIT_GATE_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_MISSING = 3
 EXIT_INCONCLUSIVE = 4
+EXIT_BUG = 70
+"""Of a process that a bug ended."""
 
 
 @dataclass(frozen=True)

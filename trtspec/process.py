@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from trtspec.errors import EXIT_BAD_INPUT, EXIT_MISSING, InputError, MissingError
+from trtspec.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_MISSING, InputError, MissingError
 
 TAIL_LINES = 30
 _GRACE_S = 2.0
@@ -66,6 +66,8 @@ class ChildFailed(MissingError):
 
     def __init__(self, message: str, returncode: int | None, tail: Sequence[str]) -> None:
         super().__init__("\n".join([message, *(f"  | {line}" for line in tail)]))
+        if returncode == EXIT_BUG:
+            self.exit_code = EXIT_BUG
         self.returncode = returncode
         self.tail = tuple(tail)
 
@@ -282,20 +284,24 @@ def _popen(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Let a Ctrl-C wait: between the birth of a child and the moment its caller holds it, the interrupt
-    would leave a child that nobody ends."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
+    """Let a Ctrl-C, SIGTERM or SIGHUP that this process handles wait: between the birth of a child and the
+    moment its caller holds it, the exception would leave a child that nobody ends."""
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(signum)
+            if callable(before):
+                handlers[signum] = before
     received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda signum, frame: received.append((signum, frame)))
+    for number in handlers:
+        signal.signal(number, lambda number, frame: received.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if received:
-            before(*received[0])
+            handlers[received[0][0]](*received[0])
 
 
 def _name(argv: Sequence[str]) -> str:
@@ -327,6 +333,8 @@ def _failure(name: str, returncode: int, tail: Sequence[str]) -> InputError | Mi
         return InputError(message)
     if returncode == EXIT_MISSING and message:
         return MissingError(message)
+    if returncode == EXIT_BUG:
+        return ChildFailed(f"{name}: this is a bug; its last lines:", returncode, lines)
     if returncode >= 0:
         return ChildFailed(f"{name}: ended with exit code {returncode}; its last lines:", returncode, lines)
     ended_by = signal.Signals(-returncode).name

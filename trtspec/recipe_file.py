@@ -454,12 +454,15 @@ def _explain_unknown(path: Path, parent: dict[str, Any]) -> str:
         return f"{listed}; it belongs to {others}, not to kind: {mine}; remove it or change the kind"
     lowered = {name.lower(): name for name in here}
     close = difflib.get_close_matches(key.lower(), here, n=1, cutoff=0.6)
+    foreign = next((c for c in key if ord(c) > 126 or not c.isprintable()), None)
+    if foreign is not None and close:
+        # It may look the same: a Cyrillic letter in a Latin word.
+        return f"{listed}; it contains {describe_character(foreign)}; write {close[0]}"
     if key.lower() in lowered or close:
         return f"{listed}; did you mean {lowered.get(key.lower()) or close[0]}?"
     sections = _sections_with(key)
     if sections:
         return f"{listed}; it belongs under {' or '.join(sections)}; move it there"
-    foreign = next((c for c in key if ord(c) > 126 or not c.isprintable()), None)
     if foreign is not None:
         return f"{listed}; it contains {describe_character(foreign)}; remove it"
     return f"{listed}; remove it"

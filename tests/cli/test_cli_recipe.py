@@ -229,7 +229,7 @@ def test_init_does_not_follow_a_dangling_link(capsys: Capture) -> None:
         (["--heads", "h"], "--heads goes with"),
         (["--draft-model", "h"], "--draft-model goes with"),
         (["--backend", "vllm"], "'vllm' is not one of"),
-        (["-o", "nowhere/r.yaml"], "nowhere/r.yaml: cannot be written (No such file or directory)"),
+        (["-o", "nowhere/r.yaml"], "nowhere/r.yaml: no such file or directory; check the path"),
         (
             ["--backend", "tensorrt", "--speculation", "eagle3", "--heads", "h"],
             "speculation.kind: found eagle3; allowed on tensorrt",
@@ -283,5 +283,5 @@ def test_a_folder_without_permission(capsys: Capture) -> None:
         code = main(["schema", "-o", "out/x.json"])
     finally:
         os.seteuid(user)
-    assert code == 2
-    assert "out/x.json: cannot be written (Permission denied)" in capsys.readouterr().err
+    assert code == 3
+    assert "out/x.json: permission denied; give permission or name another place" in capsys.readouterr().err

@@ -7,21 +7,25 @@ Exit codes: 0 pass, 1 a gate failed, 2 bad input, 3 the machine lacks something,
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 import click
 from click.shell_completion import CompletionItem
 
 from trtspec import __version__
 from trtspec.cli.output import Session, print_error, print_error_json
-from trtspec.errors import EXIT_BAD_INPUT, EXIT_MISSING, InputError, Problem, TrtspecError
+from trtspec.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_MISSING, InputError, Problem, TrtspecError
+from trtspec.user_files import explain_os_error
 
-EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
 
@@ -114,54 +118,110 @@ def main(argv: Sequence[str] | None = None) -> int:
         debug=os.environ.get("TRTSPEC_DEBUG", "") not in ("", "0", "false"),
         json="--json" in arguments,  # known before parsing, for errors of the parsing itself
     )
+    _open_closed_streams()
     stdout = sys.stdout
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    try:
-        result = cli.main(
-            arguments, prog_name="trtspec", standalone_mode=False, obj=session, color=session.color
-        )
-        sys.stdout.flush()
-    except TrtspecError as error:
-        return _report(session, error)
-    except click.ClickException as error:
-        return _report_usage(session, error)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return _quiet_pipe()
-    except SystemExit as error:
-        if sys.stdout is not stdout:  # click wraps it when a pipe breaks
+    with _terminable() as received:
+        try:
+            result = cli.main(
+                arguments, prog_name="trtspec", standalone_mode=False, obj=session, color=session.color
+            )
+            sys.stdout.flush()
+        except TrtspecError as error:
+            return _report(session, error)
+        except click.ClickException as error:
+            return _report_usage(session, error)
+        except (click.Abort, KeyboardInterrupt):
+            with contextlib.suppress(OSError):
+                click.echo("interrupted", err=True)
+            return 128 + received[0] if received else EXIT_INTERRUPTED
+        except BrokenPipeError:
             return _quiet_pipe()
-        return error.code if isinstance(error.code, int) else EXIT_BUG
-    except Exception as error:
-        return _report_other(session, error)
+        except SystemExit as error:
+            if sys.stdout is not stdout:  # click wraps it when a pipe breaks
+                return _quiet_pipe()
+            return error.code if isinstance(error.code, int) else EXIT_BUG
+        except Exception as error:
+            return _report_other(session, error, arguments)
     return int(result) if isinstance(result, int) else 0
 
 
+def _open_closed_streams() -> None:
+    """Give a standard stream that the caller closed to /dev/null: the next file to be opened would get its
+    number, and what is meant for the user would be written into that file."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP end the work as Ctrl-C does, so that nothing is left half written; yields the
+    list of what was received. A signal that the caller ignores (nohup) or handles stays so."""
+    received: list[int] = []
+
+    def end(signum: int, _frame: object) -> None:
+        received.append(signum)
+        if len(received) == 1:  # a second one must not cut short the tidying up
+            raise KeyboardInterrupt
+
+    handled = []
+    if threading.current_thread() is threading.main_thread():
+        handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for signum in handled:
+        signal.signal(signum, end)
+    try:
+        yield received
+    finally:
+        for signum in handled:
+            signal.signal(signum, signal.SIG_DFL)
+
+
 def _report(session: Session, error: TrtspecError) -> int:
+    problems = error.problems if isinstance(error, InputError) else (Problem(str(error)),)
+    return _tell(session, error.exit_code, problems)
+
+
+def _tell(session: Session, code: int, problems: Sequence[Problem]) -> int:
+    """Print the problems where they are wanted, or where they can be; return ``code``."""
     if session.json:
-        problems = error.problems if isinstance(error, InputError) else (Problem(str(error)),)
-        print_error_json(error.exit_code, problems)
-    else:
-        for line in str(error).splitlines():
+        try:
+            print_error_json(code, problems)
+            sys.stdout.flush()
+            return code
+        except OSError:
+            _discard(sys.stdout)
+    for problem in problems:
+        for line in str(problem).splitlines():
             print_error(session, line)
-    return error.exit_code
+    return code
 
 
 def _report_usage(session: Session, error: click.ClickException) -> int:
     if session.json:
-        print_error_json(EXIT_BAD_INPUT, (Problem(error.format_message()),))
-    else:
+        return _tell(session, EXIT_BAD_INPUT, (Problem(error.format_message()),))
+    with contextlib.suppress(OSError):
         error.show()
     return EXIT_BAD_INPUT
 
 
-def _report_other(session: Session, error: Exception) -> int:
-    """A package that is not installed, else a bug."""
+def _report_other(session: Session, error: Exception, arguments: Sequence[str]) -> int:
+    """What the operating system refused, bytes that are no text, a package that is not installed, else a
+    bug."""
     package = (getattr(error, "name", None) or "").split(".")[0]
+    if isinstance(error, OSError) and error.errno is not None:
+        known = _os_error(session, error)
+        return _tell(session, known.exit_code, (Problem(str(known)),))
+    if isinstance(error, UnicodeError) and (found := _undecodable(error, arguments)):
+        return _tell(session, EXIT_BAD_INPUT, (Problem(found),))
+    if isinstance(error, MemoryError):
+        return _tell(session, EXIT_MISSING, (Problem("not enough memory; free some"),))
     if isinstance(error, ModuleNotFoundError) and package in _EXTRA_OF_PACKAGE:
         code = EXIT_MISSING
         message = (
@@ -173,21 +233,49 @@ def _report_other(session: Session, error: Exception) -> int:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         message = f"{text}; this is a bug; --debug shows the traceback"
     if session.debug:
-        traceback.print_exception(error)
-    if session.json:
-        print_error_json(code, (Problem(message),))
-    else:
-        print_error(session, message)
-    return code
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
+    return _tell(session, code, (Problem(message),))
+
+
+def _os_error(session: Session, error: OSError) -> TrtspecError:
+    if error.filename is None:
+        try:
+            # Writes that fail do not say into what; an empty one would succeed.
+            os.write(sys.stdout.fileno(), b"\n")
+        except (OSError, ValueError, AttributeError) as refused:
+            if isinstance(refused, OSError) and refused.errno == error.errno:
+                _discard(sys.stdout)
+                session.json = False
+                return explain_os_error(refused, "standard output")
+    return explain_os_error(error)
+
+
+def _undecodable(error: UnicodeError, arguments: Sequence[str]) -> str | None:
+    """For bytes of the user's that are not UTF-8: where they are. Python keeps those of arguments as lone
+    surrogates, which nothing can encode."""
+    for argument in arguments:
+        raw = os.fsencode(argument)
+        if raw.decode("utf-8", "replace") != argument:
+            return f"the argument {ascii(raw)[1:]} is not UTF-8; write it in UTF-8"
+    if isinstance(error, UnicodeDecodeError):
+        byte = error.object[error.start]
+        return f"the input is not UTF-8: byte 0x{byte:02x} at {error.start}; write it in UTF-8"
+    return None
 
 
 def _quiet_pipe() -> int:
-    """Whoever read our output has enough; nothing may be written at exit either."""
+    """Whoever read our output has enough."""
+    _discard(sys.stdout)
+    return EXIT_PIPE
+
+
+def _discard(stream: TextIO) -> None:
+    """Nothing more may be written to ``stream``, not by Python at exit either."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(devnull, sys.stdout.fileno())
+        os.dup2(devnull, stream.fileno())
     except (OSError, ValueError, AttributeError):
-        pass  # stdout is not a file
+        pass  # not a file
     finally:
         os.close(devnull)
-    return EXIT_PIPE

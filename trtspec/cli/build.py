@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 
 from trtspec.cli.output import (
     Progress,
+    UserPath,
     completing,
     human_bytes,
     human_seconds,
@@ -23,16 +25,17 @@ from trtspec.cli.output import (
     print_warning,
     problem_fields,
 )
-from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem, TrtspecError
 from trtspec.recipe import Calibration, W4A16AwqQuantization, W8A8SqQuantization
 from trtspec.recipe_file import json_schema, parse_section, variants
+from trtspec.user_files import user_path
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
     from trtspec.plan import Plan
     from trtspec.process import Progress as ChildProgress
 
-_FOLDER = click.Path(path_type=Path)
+_FOLDER = UserPath()
 
 _ENGINES = Path("engines")
 _FORMATS = variants(json_schema()["properties"]["quantization"])
@@ -194,8 +197,10 @@ def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
     """
     from trtspec import process
     from trtspec.build import CHILD_ENVIRONMENT
+    from trtspec.folders import refuse_existing, remove_partials
     from trtspec.model_source import resolve_model
 
+    refuse_existing(output)
     quantization = _quantization_json(options)
     folder = resolve_model(source, Path.cwd(), None)
     argv = [sys.executable, "-m", "trtspec.quantize", "--model", str(folder), "--out", str(output)]
@@ -209,7 +214,13 @@ def quantize(source: str, output: Path, as_json: bool, **options: Any) -> None:
             else:
                 lines.append(line)
 
-        process.run([*argv, "--quantization", quantization], env=CHILD_ENVIRONMENT, on_line=on_line)
+        try:
+            process.run([*argv, "--quantization", quantization], env=CHILD_ENVIRONMENT, on_line=on_line)
+        except BaseException:
+            # The child removes it itself, unless a long step kept it from doing so in time.
+            with contextlib.suppress(TrtspecError, OSError):
+                remove_partials(output, say=lambda line: None)
+            raise
     from trtspec.quantize.report import read_report
 
     report = read_report(output)
@@ -240,7 +251,7 @@ def _quantization_json(options: dict[str, Any]) -> str:
             del given[name]
     calibration = {key: given.pop(option) for option, key in names.items() if option in given}
     if "data" in calibration:
-        calibration["data"] = str(Path(calibration["data"]).resolve())
+        calibration["data"] = str(user_path(calibration["data"]).resolve())
     value = {**given, **({"calibration": calibration} if calibration else {})}
     quantization: Any = None
     try:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from trtspec.cli.output import human_bytes, json_option, print_json
+from trtspec.cli.output import UserPath, human_bytes, json_option, print_json
 from trtspec.cli.recipe import write_text
 from trtspec.cost import plot, views
 from trtspec.cost.calibrate import read_calibration
@@ -49,7 +49,7 @@ def _workload_options(function: _Function) -> _Function:
                 "--copy-fraction", type=click.FloatRange(0.0, 1.0), help="Share of the answer that is copied."
             ),
             click.option(
-                "--calibrate", type=click.Path(path_type=Path), metavar="FILE",
+                "--calibrate", type=UserPath(), metavar="FILE",
                 help="A verify report or measured step times; see docs/math.md.",
             ),
             click.option(
@@ -121,7 +121,7 @@ def _fields(e: Estimate) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=UserPath())
 @_workload_options
 @click.option("--explain", is_flag=True, help="Print every number with its formula.")
 @json_option
@@ -203,7 +203,7 @@ def _values(text: str) -> tuple[str, list[float]]:
 
 @click.command()
 @click.argument("what", metavar="VIEW|RECIPE")
-@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.argument("recipe", required=False, type=UserPath())
 @_workload_options
 @click.option("--vary", multiple=True, metavar="NAME=VALUES", help="Own sweep over one or two inputs.")
 @click.option("--metric", default="speedup", show_default=True, help=f"One of {', '.join(views.METRICS)}.")
@@ -229,7 +229,7 @@ def _values(text: str) -> tuple[str, list[float]]:
     show_default=True,
     help="Draft: what quantization gains.",
 )
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write the plot: .svg or .png.")
+@click.option("--plot", "plot_path", type=UserPath(), help="Write the plot: .svg or .png.")
 @click.option("--force", is_flag=True, help="Overwrite the plot.")
 @json_option
 def sweep(
@@ -347,7 +347,7 @@ def _chain(lines: Sequence[TraceLine], line: TraceLine) -> list[TraceLine]:
 
 @click.command()
 @click.argument("number")
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=UserPath())
 @_workload_options
 @json_option
 def explain(number: str, recipe: Path, as_json: bool, **given: Any) -> None:

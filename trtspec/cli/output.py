@@ -7,19 +7,22 @@ error prints ``{"trtspec": {"schema": "trtspec.error/1", ...}, "exit_code": 2, "
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import click
 
 from trtspec import __version__
-from trtspec.errors import Problem
+from trtspec.errors import InputError, Problem
+from trtspec.user_files import user_path
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -37,6 +40,20 @@ class Session:
         if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
             return False
         return None
+
+
+class UserPath(click.Path):
+    """A path as :func:`~trtspec.user_files.user_path` reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        try:
+            super().convert(value, param, ctx)
+            return user_path(value)
+        except InputError as error:
+            self.fail(str(error), param, ctx)
 
 
 def json_option(function: _Function) -> _Function:
@@ -83,13 +100,15 @@ def _header(verb: str) -> dict[str, Any]:
 
 
 def print_error(session: Session, message: str) -> None:
-    """One line on stderr, marked as an error."""
-    click.echo(click.style("error: ", fg="red", bold=True) + message, err=True, color=session.color)
+    """One line on stderr, marked as an error; nowhere if that cannot be written."""
+    with contextlib.suppress(OSError):
+        click.echo(click.style("error: ", fg="red", bold=True) + message, err=True, color=session.color)
 
 
 def print_warning(message: str) -> None:
-    """One line on stderr, marked as a warning."""
-    click.echo(click.style("warning: ", fg="yellow", bold=True) + message, err=True)
+    """One line on stderr, marked as a warning; nowhere if that cannot be written."""
+    with contextlib.suppress(OSError):
+        click.echo(click.style("warning: ", fg="yellow", bold=True) + message, err=True)
 
 
 def human_bytes(count: float) -> str:
@@ -164,6 +183,8 @@ class Progress:
 
     def _echo(self, text: str, *, newline: bool = True) -> None:
         if not self._quiet:
-            click.echo(text, err=True, nl=newline)
-            if not newline:
-                sys.stderr.flush()
+            # Work is not given up because nobody can be told about it.
+            with contextlib.suppress(OSError):
+                click.echo(text, err=True, nl=newline)
+                if not newline:
+                    sys.stderr.flush()

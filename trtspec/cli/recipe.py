@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import os
 import re
 import shlex
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-from trtspec.cli.output import completing, json_option, print_json, problem_fields
+from trtspec.cli.output import UserPath, completing, json_option, print_json, problem_fields
 from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
 from trtspec.model_source import find_model
 from trtspec.modelspec import read_modelspec
@@ -30,6 +28,7 @@ from trtspec.recipe_file import (
 from trtspec.recipe_file import lint as lint_file
 from trtspec.recipe_model import AWQ_KINDS, MODEL_RULES, fitting_group_size, fitting_limits
 from trtspec.recipe_rules import RULES
+from trtspec.user_files import user_path, write_user_file
 
 _SECTIONS = json_schema()["properties"]
 _ALL_RULES = {**RULES, **MODEL_RULES}
@@ -40,33 +39,9 @@ def _kinds(section: str) -> list[str]:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Put ``text`` into ``path`` whole or not at all. Raises InputError when it cannot, or when ``path``
-    exists and ``force`` is not given (checked by the file system, so that two writers cannot both win)."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise InputError(
-            Problem(f"cannot be written ({error.strerror}); check the folder", str(path))
-        ) from error
-    try:
-        with open(descriptor, "w", encoding="utf-8", newline="\n") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        if force:
-            os.replace(name, path)
-        else:
-            os.link(name, path)
-            os.unlink(name)
-    except FileExistsError:
-        os.unlink(name)
-        raise InputError(Problem("exists; choose another name, or --force to overwrite", str(path))) from None
-    except OSError as error:
-        os.unlink(name)
-        raise InputError(Problem(f"cannot be written ({error.strerror})", str(path))) from error
+    """Put ``text`` into ``path`` whole or not at all. Raises InputError or MissingError when it cannot, and
+    InputError when ``path`` exists and ``force`` is not given."""
+    write_user_file(path, text.encode(), overwrite=force)
 
 
 # --------------------------------------------------------------------------- init
@@ -168,7 +143,7 @@ def init(
             raise click.UsageError("--json and -o - both want stdout; choose one")
         click.echo(text, nl=False)
         return
-    path = Path(output if output is not None else f"{checked.recipe.name}.yaml")
+    path = user_path(output if output is not None else f"{checked.recipe.name}.yaml")
     write_text(path, text, force=force)
     written = lint_file(path, model=True)
     if as_json:
@@ -305,7 +280,7 @@ def _explain(name: str, as_json: bool) -> None:
 
 @click.command()
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print docs/recipes.md instead.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write (or overwrite).")
+@click.option("-o", "--output", type=UserPath(), help="File to write (or overwrite).")
 def schema(as_markdown: bool, output: Path | None) -> None:
     """Print the recipe's JSON Schema or its reference.
 

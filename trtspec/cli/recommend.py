@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from trtspec.cli.output import json_option, print_json, print_warning
+from trtspec.cli.output import UserPath, json_option, print_json, print_warning
 from trtspec.cli.recipe import write_text
 from trtspec.cost.calibrate import read_calibration
 from trtspec.cost.estimate import Deployment, Estimate
@@ -56,7 +56,7 @@ NO_GPU = ("none", "cpu")
 @click.option("--memory", help="normal or tight.")
 @click.option("--slo-ttft-ms", type=float, help="Bound on the time to the first token.")
 @click.option("--slo-tpot-ms", type=float, help="Bound on the time per output token.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe; - for stdout.")
+@click.option("-o", "--output", type=UserPath(), help="Write the recipe; - for stdout.")
 @click.option("--force", is_flag=True, help="Overwrite the recipe file.")
 @click.option("--explain", is_flag=True, help="Print the path and every number with its formula.")
 @click.option(

@@ -1,7 +1,8 @@
 """``python -m trtspec.quantize --model DIR --out DIR --quantization JSON``: one quantization, one process.
 
 stdout: JSON lines ``{"progress": {"step", "done", "total"}}`` and lines for people. stderr: ``error: ...``.
-Exit codes are those of :mod:`trtspec.errors`; 130 after Ctrl-C or SIGTERM, which leave nothing behind.
+Exit codes are those of :mod:`trtspec.errors`; 130 after Ctrl-C, SIGTERM or SIGHUP, which leave nothing
+behind.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
-from trtspec.errors import InputError, Problem, TrtspecError
+from trtspec.errors import EXIT_BUG, EXIT_MISSING, InputError, Problem, TrtspecError
 from trtspec.quantize import quantize
 from trtspec.recipe import Quantization
 from trtspec.recipe_file import parse_section
+from trtspec.user_files import explain_os_error, parse_json
 
 
 def parse_quantization(text: str) -> Quantization:
     """The recipe's ``quantization`` mapping from JSON; InputError with every problem."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise InputError(Problem(f"not JSON: {error}", key="quantization")) from None
     quantization: Quantization = parse_section("quantization", value)
@@ -57,6 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     except TrtspecError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        lacks = explain_os_error(error)
+        print(f"error: {lacks}", file=sys.stderr)
+        return lacks.exit_code
+    except MemoryError:
+        print("error: not enough memory; free some, or quantize on a larger machine", file=sys.stderr)
+        return EXIT_MISSING
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
     except KeyboardInterrupt:
         print("error: interrupted; nothing was written", file=sys.stderr)
         return 130
@@ -66,5 +79,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     # Before torch is imported: spinning OpenMP threads starve each other on a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.default_int_handler)
     sys.exit(main())
