@@ -7,7 +7,8 @@
     ├── target/         what the engine loads; absent when nothing is quantized
     │   └── quantization_report.json   what quantization did to each layer
     ├── draft/          the draft model; only when the recipe drafts with one
-    └── heads/          the trained draft heads; only when the recipe drafts with some
+    ├── heads/          the trained draft heads; only when the recipe drafts with some
+    └── corpus/         the store of a corpus for n-gram drafting; only when the recipe names one
 
 Sizes and names are checked on every opening (they cost a ``stat`` each); contents on request, because
 reading gigabytes to answer ``trtspec list`` would be silly. Nothing here imports torch.
@@ -43,7 +44,8 @@ TARGET_DIR = "target"
 BASELINE_DIR = "baseline"
 DRAFT_DIR = "draft"
 HEADS_DIR = "heads"
-MODEL_DIRS = (BASELINE_DIR, TARGET_DIR, DRAFT_DIR, HEADS_DIR)
+CORPUS_DIR = "corpus"
+MODEL_DIRS = (BASELINE_DIR, TARGET_DIR, DRAFT_DIR, HEADS_DIR, CORPUS_DIR)
 """Folders of an engine that a build makes and an engine loads from."""
 REPORT_FILE = "quantization_report.json"
 
@@ -141,6 +143,8 @@ class Artifact:
     """The draft model; None when the recipe drafts without one."""
     heads_dir: Path | None = None
     """The trained draft heads; None when the recipe drafts without any."""
+    corpus_dir: Path | None = None
+    """The store of the corpus; None when the recipe names none."""
 
     @property
     def size_bytes(self) -> int:
@@ -349,6 +353,7 @@ def open_artifact(folder: Path, *, check_hashes: bool = False) -> Artifact:
         baseline_dir=folder / BASELINE_DIR,
         draft_dir=_if_sealed(folder, DRAFT_DIR, manifest),
         heads_dir=_if_sealed(folder, HEADS_DIR, manifest),
+        corpus_dir=_if_sealed(folder, CORPUS_DIR, manifest),
     )
 
 

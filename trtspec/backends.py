@@ -61,6 +61,7 @@ def open_engine(artifact: Artifact, variant: Variant = "recipe", **overrides: An
                 speculation=variant == "recipe",
                 draft_dir=artifact.draft_dir,
                 heads_dir=artifact.heads_dir,
+                corpus_dir=artifact.corpus_dir,
             )
         case TensorrtBackend() | PytorchBackend():
             raise MissingError(gpu_backend_message(backend.kind))

@@ -341,7 +341,7 @@ def _do(plan: Plan, step: Step, on_progress: OnProgress) -> StepRecord:
         case name if name in plan.imports:
             assert step.output is not None
             _import(*plan.imports[name], step.output)
-        case "quantize" | "quantize-draft":
+        case "quantize" | "quantize-draft" | "corpus":
             _run_child(plan, step, on_progress)
         case "check":
             _check_models(plan)

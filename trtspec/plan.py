@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import artifact
-from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, HEADS_DIR, TARGET_DIR, Source, json_digest
+from trtspec.artifact import BASELINE_DIR, CORPUS_DIR, DRAFT_DIR, HEADS_DIR, TARGET_DIR, Source, json_digest
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 from trtspec.model_check import check_model_folder
@@ -27,6 +28,7 @@ from trtspec.recipe import (
     EagleSpeculation,
     EmbeddedBackend,
     MedusaSpeculation,
+    NgramSpeculation,
     NoQuantization,
     Quantization,
     Recipe,
@@ -34,7 +36,7 @@ from trtspec.recipe import (
 from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
-from trtspec.user_files import user_path
+from trtspec.user_files import open_user_file, user_path
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
@@ -86,6 +88,16 @@ class TrainedHeads:
 
 
 @dataclass(frozen=True)
+class CorpusFile:
+    """The texts that an n-gram recipe looks up besides the sequence."""
+
+    path: Path
+    sha256: str
+    min_ngram: int
+    min_count: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything a build is going to do, known before it does anything."""
 
@@ -102,6 +114,7 @@ class Plan:
     """engines/.NAME.building"""
     draft: DraftModel | None = None
     heads: TrainedHeads | None = None
+    corpus: CorpusFile | None = None
 
     @property
     def target(self) -> str:
@@ -163,6 +176,7 @@ def plan_for(
     work: Path,
     draft: DraftModel | None = None,
     heads: TrainedHeads | None = None,
+    corpus: CorpusFile | None = None,
     python: str = sys.executable,
 ) -> tuple[Step, ...]:
     """The steps that build ``recipe`` in the folder ``work``. Pure: reads and writes nothing.
@@ -192,6 +206,8 @@ def plan_for(
     if heads is not None:
         steps.append(_import_step("import-heads", heads.source, work / HEADS_DIR))
         depends["heads"] = steps[-1].digest
+    if corpus is not None:
+        steps.append(_corpus_step(corpus, source, baseline, work / CORPUS_DIR, python))
     steps.append(
         Step(
             name="check",
@@ -230,6 +246,26 @@ def _draft_step(draft: DraftModel, target: Source, tools: Mapping[str, str], wor
         what=f"calibrate and export the draft, {describe_quantization(draft.quantization)}, to {output}",
         argv=(*argv, "--quantization", draft.quantization_json),
         digest=_quantizing_digest(draft.source, draft.quantization, draft.calibration_digest, tools),
+        output=output,
+    )
+
+
+def _corpus_step(corpus: CorpusFile, source: Source, model: Path, output: Path, python: str) -> Step:
+    argv = (python, "-m", "trtspec.embedded.drafters.corpus", "--tokenizer", str(model))
+    sizes = ("--min-ngram", str(corpus.min_ngram), "--min-count", str(corpus.min_count))
+    return Step(
+        name="corpus",
+        what=f"sort the texts of {corpus.path} for look-up, to {output}",
+        argv=(*argv, "--data", str(corpus.path), "--out", str(output), *sizes),
+        digest=json_digest(
+            {
+                "step": "corpus",
+                "data": corpus.sha256,
+                "suffix": corpus.path.suffix,
+                "tokenizer": [_sha256(source, name) for name in _TOKENIZER_FILES],
+                "sizes": sizes,
+            }
+        ),
         output=output,
     )
 
@@ -285,6 +321,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
     source = _hashed(source_dir, known, say)
     draft = _draft_model(recipe, base, source_dir, source, folder, say)
     heads = _trained_heads(recipe, base, source_dir, say)
+    corpus = _corpus_file(recipe, base)
     quantization, calibration_digest = _resolve_calibration(recipe.quantization, base, "quantization")
     tools = artifact.tool_versions()
     steps = plan_for(
@@ -296,6 +333,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         work=work,
         draft=draft,
         heads=heads,
+        corpus=corpus,
     )
     return Plan(
         recipe=recipe,
@@ -309,7 +347,22 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         work=work,
         draft=draft,
         heads=heads,
+        corpus=corpus,
     )
+
+
+def _corpus_file(recipe: Recipe, base: Path) -> CorpusFile | None:
+    speculation = recipe.speculation
+    if not isinstance(speculation, NgramSpeculation) or speculation.corpus is None:
+        return None
+    try:
+        path = (base / user_path(speculation.corpus)).resolve()
+        os.close(open_user_file(path))
+    except InputError as error:
+        problems = [Problem(found.message, found.file, key="speculation.corpus") for found in error.problems]
+        raise InputError(problems) from None
+    digest = artifact.file_sha256(path)
+    return CorpusFile(path, digest, speculation.min_ngram, speculation.corpus_min_count)
 
 
 def _trained_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> TrainedHeads | None:

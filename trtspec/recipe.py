@@ -82,6 +82,9 @@ class EmbeddedBackend(_Mapping):
     """Keep the KV of finished prompts and reuse it for prompts that start alike."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Torch threads; null: one per core."""
+    batch_invariant: bool = False
+    """Give every request the same bits whatever is computed beside it (batch, prompt chunks, drafts), so that
+    greedy answers are equal at 16 bit too. Slower: docs/limits.md has the figures."""
 
 
 class TensorrtBackend(_Mapping):
@@ -231,6 +234,16 @@ class NgramSpeculation(_Mapping):
     """Shortest suffix that counts as a match, in tokens."""
     max_ngram: Annotated[int, Field(ge=1, le=16)] = 4
     """Longest suffix looked for, in tokens; longer matches win."""
+    branches: Annotated[int, Field(ge=1, le=16)] = 1
+    """Ways to go on that are verified at once, as a tree of num_draft_tokens nodes, where the suffix went on
+    in several ways; 1: a chain. Only on embedded."""
+    corpus: Folder | None = None
+    """Texts that are looked up besides the sequence itself (REST, arXiv 2311.08252): a JSONL file with
+    ``text``, ``messages`` or ``tokens`` per line, a ``.npy`` file of token ids, or plain text; null: none.
+    Only on embedded."""
+    corpus_min_count: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Keep the places of the corpus whose first min_ngram tokens occur there at least so often; more than 1
+    makes a smaller store (after CREST, arXiv 2408.04678)."""
     max_concurrency: MaxConcurrency | None = None
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""

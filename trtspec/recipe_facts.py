@@ -24,7 +24,7 @@ SPECULATION_ON = {
 }
 """Methods that TensorRT-LLM has, by backend."""
 
-EMBEDDED_SPECULATION = ("none", "ngram", "draft_model", "medusa", "eagle", "eagle3")
+EMBEDDED_SPECULATION = ("none", "ngram", "lookahead", "draft_model", "medusa", "eagle", "eagle3")
 """Methods that the embedded engine runs today; build refuses the others there."""
 EMBEDDED_ACCEPTANCE = ("exact", "rejection")
 """Acceptance kinds that the embedded engine runs today."""

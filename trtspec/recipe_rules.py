@@ -363,6 +363,33 @@ def _ngram_order(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def _ngram_sources(recipe: Recipe) -> Iterator[Finding]:
+    """TensorRT-LLM's n-gram drafting follows one continuation of the sequence's own text."""
+    s = recipe.speculation
+    if recipe.backend.kind == "embedded" or not isinstance(s, NgramSpeculation):
+        return
+    if s.branches > 1:
+        yield (
+            ("speculation", "branches"),
+            f"found {s.branches}; {recipe.backend.kind} drafts a chain; write 1, or backend kind: embedded",
+        )
+    if s.corpus is not None:
+        yield (
+            ("speculation", "corpus"),
+            f"{recipe.backend.kind} has no corpus source; write null, or backend kind: embedded",
+        )
+
+
+def _corpus_count(recipe: Recipe) -> Iterator[Finding]:
+    """It shapes the corpus store and nothing else."""
+    s = recipe.speculation
+    if isinstance(s, NgramSpeculation) and s.corpus is None and s.corpus_min_count > 1:
+        yield (
+            ("speculation", "corpus_min_count"),
+            f"found {s.corpus_min_count} without a corpus; it has no effect; remove it, or name a corpus",
+        )
+
+
 def _tree_choices(recipe: Recipe) -> Iterator[Finding]:
     """A tree is given as its nodes, each as the path of child numbers from the root; nodes need parents."""
     s = recipe.speculation
@@ -602,6 +629,8 @@ _TABLE = (
     _rule("acceptance-backend", "error", "backend speculation acceptance", _acceptance_on_backend),
     _rule("acceptance-typical-lossless", "error", "acceptance speculation gates", _typical_lossless),
     _rule("speculation-ngram-order", "error", "speculation", _ngram_order),
+    _rule("speculation-ngram-embedded", "error", "backend speculation", _ngram_sources),
+    _rule("speculation-corpus-count", "warning", "speculation", _corpus_count),
     _rule("speculation-choices", "error", "speculation", _tree_choices),
     _rule("speculation-tree-size", "error", "speculation", _dynamic_tree),
     _rule("speculation-eagle3-tree", "warning", "backend speculation", _eagle3_tree),

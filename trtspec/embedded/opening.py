@@ -12,7 +12,9 @@ import torch
 
 from trtspec.embedded.acceptance import exact, rejection, typical
 from trtspec.embedded.drafters import Drafter
+from trtspec.embedded.drafters.corpus import Corpus
 from trtspec.embedded.drafters.draft_model import DraftModelDrafter
+from trtspec.embedded.drafters.lookahead import LookaheadDrafter
 from trtspec.embedded.drafters.ngram import NgramDrafter
 from trtspec.embedded.engine import Accept, EmbeddedEngine
 from trtspec.embedded.heads_opening import HeadsSpeculation, checked_heads, heads_drafter, heads_memory
@@ -36,6 +38,7 @@ from trtspec.recipe import (
     EmbeddedBackend,
     ExactAcceptance,
     Limits,
+    LookaheadSpeculation,
     MedusaSpeculation,
     NgramSpeculation,
     NoSpeculation,
@@ -54,13 +57,14 @@ def open_embedded(
     speculation: bool = True,
     draft_dir: Path | None = None,
     heads_dir: Path | None = None,
+    corpus_dir: Path | None = None,
 ) -> EmbeddedEngine:
     """Load the target in ``target_dir`` and make the engine that ``recipe`` describes.
 
-    ``draft_dir`` and ``heads_dir`` hold the draft model and the trained heads of a recipe that drafts with
-    them. ``speculation`` False drafts nothing, whatever the recipe says. Sets torch's thread count for the
-    process. Raises InputError for what this backend cannot run and for a bad folder, MissingError when the
-    machine lacks the device or the memory.
+    ``draft_dir``, ``heads_dir`` and ``corpus_dir`` hold the draft model, the trained heads and the corpus
+    store of a recipe that drafts with them. ``speculation`` False drafts nothing, whatever the recipe says.
+    Sets torch's thread count for the process. Raises InputError for what this backend cannot run and for
+    a bad folder, MissingError when the machine lacks the device or the memory.
     """
     backend = recipe.backend
     if not isinstance(backend, EmbeddedBackend):
@@ -99,7 +103,7 @@ def open_embedded(
         page_bytes += slot_bytes * backend.page_tokens
         weight_bytes += heads_bytes
     check_memory(num_pages * page_bytes, weight_bytes, limits, device)
-    model = load_model(target_dir, spec, dtype=dtype, device=device)
+    model = load_model(target_dir, spec, dtype=dtype, device=device, batch_invariant=backend.batch_invariant)
     new_store = partial(
         KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
     )
@@ -110,7 +114,7 @@ def open_embedded(
         page_tokens=backend.page_tokens,
         prefix_cache=backend.prefix_cache,
         limits=limits,
-        drafter=_drafter(recipe, model, num_pages, draft_dir, heads_dir) if speculation else None,
+        drafter=_drafter(recipe, model, num_pages, draft_dir, heads_dir, corpus_dir) if speculation else None,
         accept=accept,
     )
 
@@ -126,7 +130,12 @@ def _refuse_unknown_drafting(recipe: Recipe) -> None:
 
 
 def _drafter(
-    recipe: Recipe, target: Decoder, num_pages: int, draft_dir: Path | None, heads_dir: Path | None
+    recipe: Recipe,
+    target: Decoder,
+    num_pages: int,
+    draft_dir: Path | None,
+    heads_dir: Path | None,
+    corpus_dir: Path | None,
 ) -> Drafter | None:
     """What drafts for ``target``, which is loaded: its device and dtype are the drafter's.
 
@@ -137,7 +146,16 @@ def _drafter(
         case NoSpeculation():
             return None
         case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
-            return NgramDrafter(most, shortest, longest, speculation.max_concurrency)
+            return NgramDrafter(
+                most,
+                shortest,
+                longest,
+                speculation.max_concurrency,
+                branches=speculation.branches,
+                corpus=_corpus(speculation, corpus_dir),
+            )
+        case LookaheadSpeculation(window=window, ngram=ngram, verification_set=guesses):
+            return LookaheadDrafter(window, ngram, guesses)
         case DraftModelSpeculation():
             return _draft_model(recipe, speculation, target, num_pages, draft_dir)
         case MedusaSpeculation() | EagleSpeculation() | Eagle3Speculation():
@@ -145,6 +163,15 @@ def _drafter(
             return heads_drafter(recipe, speculation, target, num_pages, heads_dir)
         case _:
             raise ValueError(f"{speculation.kind} is listed as runnable and has no drafter")
+
+
+def _corpus(speculation: NgramSpeculation, corpus_dir: Path | None) -> Corpus | None:
+    if speculation.corpus is None:
+        return None
+    if corpus_dir is None:
+        found = "the engine holds no corpus store (folder corpus); build it again"
+        raise InputError(Problem(found, key="speculation.corpus"))
+    return Corpus.open(corpus_dir)
 
 
 def _checked_draft(
