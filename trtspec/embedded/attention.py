@@ -149,6 +149,8 @@ class AttentionPlan:
     groups: tuple[_Group, ...]
     order: Tensor | None
     """[rows]: where in the groups' concatenated outputs each batch row is; None: in order."""
+    dtype: torch.dtype
+    """Of the computation; the result is rounded to that of the queries."""
 
 
 def plan_attention(batch: StepBatch, spec: ModelSpec, dtype: torch.dtype) -> AttentionPlan:
@@ -165,13 +167,13 @@ def plan_attention(batch: StepBatch, spec: ModelSpec, dtype: torch.dtype) -> Att
     groups = [_few_rows(batch, sequences, spec, dtype) for sequences in few.values()]
     groups += [_long_chunk(batch, sequence, spec, dtype) for sequence in long]
     if len(groups) == 1:
-        return AttentionPlan(tuple(groups), None)
+        return AttentionPlan(tuple(groups), None, dtype)
     members = [sequence for sequences in few.values() for sequence in sequences] + long
     device = batch.tokens.device
     rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members]).to(device)
     order = torch.empty_like(rows)
     order[rows] = torch.arange(len(rows), device=device)
-    return AttentionPlan(tuple(groups), order)
+    return AttentionPlan(tuple(groups), order, dtype)
 
 
 def _few_rows(
@@ -274,14 +276,15 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor:
     """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; needs the rows' own KV in ``store``."""
-    outputs = [_attend_group(q, layer, store, group) for group in plan.groups]
-    if plan.order is None:
-        return outputs[0]
-    return torch.cat(outputs).index_select(0, plan.order)
+    wide = q.to(plan.dtype)
+    outputs = [_attend_group(wide, layer, store, group) for group in plan.groups]
+    out = outputs[0] if plan.order is None else torch.cat(outputs).index_select(0, plan.order)
+    return out.to(q.dtype)
 
 
 def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tensor:
     k, v = store.read_unscaled(layer, group.slots)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     k_factor, v_factor = store.read_factors[layer]
     if group.query_rows is not None:
         q = q.index_select(0, group.query_rows)

@@ -21,8 +21,15 @@ from trtspec.modelspec import INT4_ALGOS, ModelSpec, check_weight_files
 from trtspec.tensor_headers import TensorHeader, read_tensor_headers
 
 
-def load_model(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model of ``folder``, computing in ``dtype`` on ``device``.
+def load_model(
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Decoder:
+    """The model of ``folder``, computing in ``dtype`` on ``device``; ``batch_invariant``: see Decoder.
 
     One tensor is read at a time from the mapped files, so memory peaks near the size of the loaded weights.
     Raises InputError with all problems: missing or malformed files and tensors, NaN or infinite weights,
@@ -62,6 +69,7 @@ def load_model(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: tor
         lm_head=lm_head,
         output_rows=output_rows,
         kv_scales=kv_scales,
+        batch_invariant=batch_invariant,
     )
 
 
