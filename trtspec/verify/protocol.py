@@ -127,7 +127,7 @@ def verify(
         say("loading the engines")
         engines = _open(built, stack)
         seconds = _estimate_s(engines, prompts, settings, recipe, exact=proof is not None)
-        say(f"{len(prompts)} prompts; about {seconds:.0f} s to go if the machine does nothing else")
+        say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
         checks, answers = _measure(built, engines, prompts, texts, tokenizer, settings, proof, on_progress)
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
