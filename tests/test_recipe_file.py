@@ -313,3 +313,18 @@ def test_any_value_at_any_key_gives_a_recipe_or_problems(data: st.DataObject) ->
 def test_any_bytes_give_problems(content: bytes) -> None:
     _lint_never_fails(content)
     _lint_never_fails(HEAD.encode() + content)
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("n\u0430me", "it contains U+0430 CYRILLIC SMALL LETTER A; write name"),
+        ("nam\u0435", "it contains U+0435 CYRILLIC SMALL LETTER IE; write name"),
+        ("nmae", "did you mean name?"),
+        ("\u0445\u0443", "it contains U+0445"),
+    ],
+)
+def test_a_key_that_only_looks_right_has_its_character_named(key: str, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_recipe(f"version: 1\n{key}: x\nmodel: {{source: x}}\nbackend: {{kind: embedded}}\n")
+    assert says in str(caught.value)

@@ -9,12 +9,11 @@ argument. Quantizing asks :func:`module_findings` again, since it also runs with
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trtspec.errors import InputError, Problem
+from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.model_source import find_model
 from trtspec.modelspec import ModelSpec, linear_modules, read_modelspec
 from trtspec.recipe import (
@@ -28,6 +27,7 @@ from trtspec.recipe import (
     W4A16AwqQuantization,
 )
 from trtspec.recipe_rules import Finding, Rule
+from trtspec.user_files import read_user_json
 
 FUSED_INPUTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -190,13 +190,13 @@ def fitting_limits(spec: ModelSpec) -> dict[str, int]:
 def vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id from tokenizer.json, added tokens included; None if there is none that can be read so."""
     try:
-        value = json.loads((folder / "tokenizer.json").read_bytes())
+        value = read_user_json(folder / "tokenizer.json")
         stored = value["model"]["vocab"]
         if isinstance(stored, list):  # unigram: [token, score], the id is the place
             stored = {str(row[0]): index for index, row in enumerate(stored)}
         added = {str(token["content"]): int(token["id"]) for token in value.get("added_tokens") or ()}
         return {**stored, **added}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (TrtspecError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 

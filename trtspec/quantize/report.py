@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.errors import InputError, Problem
+from trtspec.user_files import read_user_json
 
 SCHEMA = "trtspec.quantization/1"
 REPORT_FILE = "quantization_report.json"
@@ -120,10 +121,7 @@ class Report:
 def read_report(folder: Path) -> Report:
     """The report in ``folder``; InputError if there is none or it has another schema."""
     path = folder / REPORT_FILE
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(Problem(f"cannot be read: {error}", str(path))) from error
+    value = read_user_json(path)
     if not isinstance(value, dict) or value.get("schema") != SCHEMA:
         raise InputError(Problem(f"not a report of schema {SCHEMA}", str(path)))
     try:
@@ -131,5 +129,5 @@ def read_report(folder: Path) -> Report:
         value["layers"] = [LayerReport(**{**row, "shape": tuple(row["shape"])}) for row in value["layers"]]
         value["kv_layers"] = [KvLayerReport(**row) for row in value["kv_layers"]]
         return Report(**value)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise InputError(Problem(f"does not fit schema {SCHEMA}: {error}", str(path))) from error
