@@ -27,7 +27,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
@@ -114,8 +114,8 @@ def test_missing_program() -> None:
 
 def test_time_limit_ends_the_whole_group(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    with pytest.raises(process.ChildFailed, match=r"not done after 0\.5 s"):
-        process.run([PYTHON, "-c", FAMILY.format(then="time.sleep(60)"), str(pid_file)], timeout_s=0.5)
+    with pytest.raises(process.ChildFailed, match=r"not done after 3 s"):
+        process.run([PYTHON, "-c", FAMILY.format(then="time.sleep(600)"), str(pid_file)], timeout_s=3)
     assert wait_until(lambda: not alive(read_pid(pid_file)))
 
 
@@ -123,7 +123,7 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hang_the_caller(tmp_path: Pat
     pid_file = tmp_path / "pid"
     started = time.monotonic()
     process.run([PYTHON, "-c", FAMILY.format(then=""), str(pid_file)])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert wait_until(lambda: not alive(read_pid(pid_file)))
 
 
@@ -133,7 +133,7 @@ def test_an_error_of_the_callback_ends_the_group_and_reaches_the_caller(tmp_path
     def refuse(line: str) -> None:
         raise RuntimeError(line)
 
-    program = FAMILY.format(then="print('hello', flush=True); time.sleep(60)")
+    program = FAMILY.format(then="print('hello', flush=True); time.sleep(600)")
     with pytest.raises(RuntimeError, match="hello"):
         process.run([PYTHON, "-c", program, str(pid_file)], on_line=refuse)
     assert wait_until(lambda: not alive(read_pid(pid_file)))
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_the_whole_group(tmp_path: Path) -> None:
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        process.run([PYTHON, "-c", FAMILY.format(then="time.sleep(60)"), str(pid_file)])
+        process.run([PYTHON, "-c", FAMILY.format(then="time.sleep(600)"), str(pid_file)])
     assert wait_until(lambda: not alive(read_pid(pid_file)))
 
 
@@ -173,11 +173,17 @@ def interrupted_runs_that_leave_a_child(times: int) -> int:
     for index in range(times):
         word = f"60.{os.getpid()}{index:04d}"
         timer = threading.Timer(0.02 * index / times, os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
+        try:
             start_and_run(timer, word)
+        except KeyboardInterrupt:
+            wrong = False
+        except BaseException:
+            wrong = True
+        else:
+            pytest.fail("the interrupt was lost")
         time.sleep(0.05)
         left = running_with(word)
-        leaving += bool(left)
+        leaving += wrong or bool(left)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -190,12 +196,12 @@ def test_ctrl_c_at_any_moment_leaves_no_child() -> None:
 
 def test_the_check_above_sees_a_child_born_during_the_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_interrupts_deferred", contextlib.nullcontext)
-    assert interrupted_runs_that_leave_a_child(60) > 0
+    assert any(interrupted_runs_that_leave_a_child(60) for _ in range(5))
 
 
 def test_a_started_child_has_its_own_group(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    child = process.start([PYTHON, "-c", FAMILY.format(then="time.sleep(60)"), str(pid_file)])
+    child = process.start([PYTHON, "-c", FAMILY.format(then="time.sleep(600)"), str(pid_file)])
     grandchild = read_pid(pid_file)
     assert child.poll() is None
     assert os.getpgid(grandchild) == child.pid != os.getpgid(0)
@@ -212,7 +218,7 @@ def test_a_terminated_child_keeps_its_exit_code(tmp_path: Path) -> None:
     )
     assert wait_until(lambda: log.exists() and log.read_text() == "hi\n")
     child.terminate()
-    assert child.wait(5) == 5
+    assert child.wait(60) == 5
     assert log.read_text() == "hi\nbye\n"
 
 
@@ -231,14 +237,14 @@ if {released}:
     child.kill_group()
     guard.release()
     sys.exit()
-time.sleep(60)
+time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_death_of_the_parent(tmp_path: Path, guarded: bool) -> None:
     """The child dies with its parent either way; the grandchild and the files only go with a guard."""
-    family = FAMILY.format(then="time.sleep(60)")
+    family = FAMILY.format(then="time.sleep(600)")
     program = SUPERVISOR.format(family=family, guarded=guarded, released=False)
     parent = subprocess.Popen([PYTHON, "-c", program, str(tmp_path)])
     child, grandchild = read_pid(tmp_path / "child"), read_pid(tmp_path / "grandchild")
@@ -259,7 +265,7 @@ def test_death_of_the_parent(tmp_path: Path, guarded: bool) -> None:
 
 
 def test_a_released_guard_deletes_nothing(tmp_path: Path) -> None:
-    program = SUPERVISOR.format(family=FAMILY.format(then="time.sleep(60)"), guarded=True, released=True)
-    subprocess.run([PYTHON, "-c", program, str(tmp_path)], check=True, timeout=30)
+    program = SUPERVISOR.format(family=FAMILY.format(then="time.sleep(600)"), guarded=True, released=True)
+    subprocess.run([PYTHON, "-c", program, str(tmp_path)], check=True, timeout=120)
     assert len(list(tmp_path.glob("left-*"))) == 2
     assert wait_until(lambda: not alive(read_pid(tmp_path / "grandchild")))

@@ -10,11 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from trtspec.serve.client import stream
+from trtspec.serve.protocol import Generate
 
 RECIPE = """\
 version: 1
@@ -22,14 +26,18 @@ name: tiny
 model: {source: model}
 backend: {kind: embedded, dtype: float32, threads: 1}
 speculation: {kind: ngram, num_draft_tokens: 4}
-limits: {max_batch_size: 16, max_input_tokens: 256, max_seq_tokens: 4096, max_num_tokens: 256}
+limits: {max_batch_size: 16, max_input_tokens: 256, max_seq_tokens: 8192, max_num_tokens: 256}
 serving: {model_name: tiny_llm, max_queue_requests: 4, default_max_tokens: 24}
 """
+
+MODEL = "tiny_llm"
+LONG = 7000
+"""Tokens of a request that is still running when a test does something to it."""
 
 TRTSPEC = [sys.executable, "-c", "import sys; from trtspec.cli import main; sys.exit(main())"]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
@@ -51,6 +59,14 @@ def port_options(ports: list[int]) -> list[str]:
     return [word for name, port in zip(names, ports, strict=True) for word in (name, str(port))]
 
 
+def run_cli(
+    *arguments: str, stdin: str | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*TRTSPEC, *arguments], input=stdin, capture_output=True, encoding="utf-8", timeout=timeout
+    )
+
+
 @dataclass
 class Server:
     """A running ``trtspec serve``; ``ready`` is what it wrote when it was ready."""
@@ -66,7 +82,7 @@ class Server:
     def get(self, path: str, *, port_of: str = "http") -> str:
         return _http(self._address(port_of), "GET", path)[1]
 
-    def post(self, path: str, body: bytes | dict[str, Any], timeout_s: float = 30) -> tuple[int, str]:
+    def post(self, path: str, body: bytes | dict[str, Any], timeout_s: float = 120) -> tuple[int, str]:
         data = json.dumps(body).encode() if isinstance(body, dict) else body
         return _http(self._address("http"), "POST", path, data, timeout_s)
 
@@ -79,6 +95,36 @@ class Server:
             if line.startswith(f"{name} "):
                 return float(line.split()[1])
         raise AssertionError(f"no metric {name}")
+
+    def settle(self) -> None:
+        """Wait until no request is open and its last tokens are counted: counters follow every 50 ms."""
+        seen: list[str] = []
+
+        def is_still() -> bool:
+            lines = self.get("/metrics", port_of="metrics").splitlines()
+            seen.append("\n".join(line for line in lines if line.startswith("trtspec_")))
+            idle = self.metric("trtspec_requests_running") == self.metric("trtspec_requests_waiting") == 0
+            if not (idle and seen[-2:-1] == seen[-1:]):
+                time.sleep(0.2)
+                return False
+            return True
+
+        assert wait_until(is_still), seen[-1]
+
+    def wait_for_output(self, word: str) -> None:
+        """Read what ``trtspec serve`` prints, up to the line with ``word``."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            if word in line:
+                return
+        raise AssertionError(f"ended without {word!r}")
+
+    def rest_of_output(self) -> str:
+        """Wait for the end."""
+        assert self.popen.stdout is not None
+        output = self.popen.stdout.read()
+        self.popen.wait(90)
+        return output
 
     def stub(self) -> int:
         """Process id of the model's process."""
@@ -99,20 +145,21 @@ class Server:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             try:
-                self.popen.wait(20)
+                self.popen.wait(90)
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
 
 
-def build_tiny(folder: Path, poison: str | None = None) -> Path:
+def build_tiny(folder: Path, poison: str | None = None, extra_file: str | None = None) -> Path:
     """Folder of a sealed engine: 2 layers, random weights, float32, n-gram drafting, no EOS token, so that
-    an answer is as long as it was asked to be. A prompt with the character ``poison`` makes logits NaN."""
+    an answer is as long as it was asked to be. A prompt with the character ``poison`` makes logits NaN;
+    ``extra_file`` is one more file in the model's folder."""
     from tiny import make_tiny_model
 
     from trtspec.build import build
 
-    model = make_tiny_model(folder / "model", max_positions=4096)
+    model = make_tiny_model(folder / "model", max_positions=8192)
     for name, key in (
         ("generation_config", "eos_token_id"),
         ("config", "eos_token_id"),
@@ -122,6 +169,8 @@ def build_tiny(folder: Path, poison: str | None = None) -> Path:
         path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
     if poison is not None:
         _poison(model, poison)
+    if extra_file is not None:
+        (model / extra_file).write_text("for readers only")
     (folder / "recipe.yaml").write_text(RECIPE)
     return build(folder / "recipe.yaml", folder / "engines").folder
 
@@ -142,25 +191,37 @@ def _poison(model: Path, character: str) -> None:
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def start_server(engine: Path, folder: Path, *options: str) -> Server:
+def start_server(
+    engine: Path, folder: Path, *, python: str = sys.executable, environment: dict[str, str] | None = None
+) -> Server:
     ready_file, log = folder / "ready.json", folder / "server.log"
-    argv = [*TRTSPEC, "serve", str(engine), *port_options(free_ports(3)), "--ready-file", str(ready_file)]
-    popen = subprocess.Popen(
-        [*argv, "--log", str(log), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if (
-        not wait_until(lambda: ready_file.exists() or popen.poll() is not None, 60)
-        or popen.poll() is not None
-    ):
-        popen.kill()
-        raise AssertionError(
-            f"not ready:\n{popen.communicate()[0]}\n{log.read_text() if log.exists() else ''}"
+    for _ in range(3):
+        ready_file.unlink(missing_ok=True)
+        popen = subprocess.Popen(
+            [
+                *(python, *TRTSPEC[1:], "serve", str(engine), *port_options(free_ports(3))),
+                *("--ready-file", str(ready_file), "--log", str(log)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            env={**os.environ, **(environment or {})},
         )
-    return Server(popen, json.loads(ready_file.read_text()), log)
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and popen.poll() is None and not ready_file.exists():
+            time.sleep(0.02)
+        if popen.poll() is None and ready_file.exists():
+            return Server(popen, json.loads(ready_file.read_text(encoding="utf-8")), log)
+        popen.kill()
+        output = popen.communicate()[0]
+        # Somebody else may take a port between its choice and its use.
+        if "cannot be used" not in output and "already in use" not in output:
+            break
+    raise AssertionError(f"not ready:\n{output}\n{log.read_text() if log.exists() else ''}")
 
 
 def _http(
-    address: str, method: str, path: str, body: bytes | None = None, timeout_s: float = 30
+    address: str, method: str, path: str, body: bytes | None = None, timeout_s: float = 120
 ) -> tuple[int, str]:
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
@@ -201,3 +262,41 @@ def _processes_with(text: str) -> list[int]:
             if text in command:
                 found.append(pid)
     return found
+
+
+# --------------------------------------------------------------------------- clients
+
+
+@contextlib.contextmanager
+def running_stream(url: str, *, request_id: str = "", max_tokens: int = LONG) -> Iterator[list[Any]]:
+    """A request on another thread; yields what it received, the end or an error last."""
+    received: list[Any] = []
+    request = Generate("Hello", max_tokens=max_tokens, temperature=1.5, seed=1)
+
+    def read() -> None:
+        try:
+            for item in stream(url, MODEL, request, request_id=request_id, idle_timeout_s=120):
+                received.append(item)
+        except Exception as error:
+            received.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert wait_until(lambda: len(received) > 3), received
+    yield received
+    thread.join(120)
+    assert not thread.is_alive()
+
+
+def sse(body: str) -> list[dict[str, Any]]:
+    return [json.loads(line[len("data: ") :]) for line in body.splitlines() if line.startswith("data: ")]
+
+
+def damage(engine: Path) -> None:
+    """Let the configuration name a layer more than there are weights of; only loading can notice."""
+    config = next(engine.glob("*/config.json"))
+    text = config.read_text()
+    changed = text.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    assert changed != text
+    config.unlink()
+    config.write_text(changed)

@@ -151,7 +151,9 @@ def check_engine(url: str, model_name: str, engine_name: str, recipe_digest: str
             raise _error(url, error) from None
     found = {key: parameter.string_value for key, parameter in config.parameters.items()}
     if RECIPE_DIGEST not in found:
-        message = f"model {model_name} there does not say which engine it serves; leave --engine out to ask it"
+        message = (
+            f"model {model_name} there does not say which engine it serves; leave --engine out to ask it"
+        )
         raise InputError(Problem(message, file=url))
     if found[RECIPE_DIGEST] != recipe_digest:
         served = found.get(ENGINE_NAME, "another engine")

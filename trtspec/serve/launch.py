@@ -189,22 +189,20 @@ class _Supervisor:
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return when our own server, its model and its metrics answer."""
         deadline = time.monotonic() + timeout_s
-        stub: _Process | None = None
-        gone_since: float | None = None
+        has_had_model, model_seen = False, time.monotonic()
         http_address = (self._plan.addresses.reachable_host, self._plan.addresses.http_port)
         while True:
             self._check_signals()
             if self._server.poll() is not None:
                 raise self._start_failure()
             # The server waits for ever for a stub that died before it said a word.
-            stub = stub or _find_stub(self._server.pid)
-            if stub is not None and not stub.is_alive():
-                gone_since = gone_since or time.monotonic()
-                if time.monotonic() > gone_since + _LOAD_FAILURE_S:
-                    raise MissingError(
-                        "the model's process ended while it was loading; last lines of server and model:\n"
-                        f"{self._tail()}"
-                    )
+            if _find_stub(self._server.pid) is not None:
+                has_had_model, model_seen = True, time.monotonic()
+            elif has_had_model and time.monotonic() > model_seen + _LOAD_FAILURE_S:
+                raise MissingError(
+                    "the model's process ended while it was loading; last lines of server and model:\n"
+                    f"{self._tail()}"
+                )
             if time.monotonic() > deadline:
                 raise MissingError(
                     f"the model was not loaded after {timeout_s:g} s; stopped (a longer --start-timeout may "
@@ -382,8 +380,8 @@ def plain_temp_folder() -> str:
         if re.fullmatch(r"[A-Za-z0-9_./+-]+", folder) and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise MissingError(
-        f"TMPDIR: {tempfile.gettempdir()} has a character that the server cannot work with, and /tmp cannot be "
-        "written; set TMPDIR to a folder named in plain ASCII without spaces"
+        f"TMPDIR: {tempfile.gettempdir()} has a character that the server cannot work with, and /tmp "
+        "cannot be written; set TMPDIR to a folder named in plain ASCII without spaces"
     )
 
 

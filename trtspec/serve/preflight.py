@@ -201,7 +201,9 @@ def python_files(runtime: Path) -> dict[str, bytes]:
         text = (Path(sys.prefix) / "pyvenv.cfg").read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
-    wanted = [line for line in text.splitlines() if line.startswith(("include-system-site-packages", "version"))]
+    wanted = [
+        line for line in text.splitlines() if line.startswith(("include-system-site-packages", "version"))
+    ]
     lines = [f"home = {runtime / 'python-home' / 'bin'}", *wanted]
     return {"python/pyvenv.cfg": "".join(f"{line}\n" for line in lines).encode()}
 

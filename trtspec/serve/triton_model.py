@@ -150,7 +150,9 @@ def _artifact(folder: Path) -> Artifact:
 
 def _plain(text: str) -> str:
     """``text`` that can be sent: file names come with their bytes beyond ASCII as surrogates."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if _has_surrogate(text) else text
+    return (
+        text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if _has_surrogate(text) else text
+    )
 
 
 def _has_surrogate(text: str) -> bool:
