@@ -193,7 +193,11 @@ def test_text_delta_is_a_request_parameter() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        *((spec.name.removeprefix("sampling_param_"), spec.name) for spec in INPUTS if "_param_" in spec.name),
+        *(
+            (spec.name.removeprefix("sampling_param_"), spec.name)
+            for spec in INPUTS
+            if "_param_" in spec.name
+        ),
         ("max_new_tokens", "sampling_param_max_tokens"),
         ("stop_words", "sampling_param_stop"),
         ("random_seed", "sampling_param_seed"),
@@ -213,7 +217,7 @@ def test_an_unknown_parameter_is_refused_with_the_nearest(name: str, meant: str)
 
 
 def test_odd_parameters_get_a_short_answer() -> None:
-    with pytest.raises(InputError, match="^温度 🙂: unknown parameter; docs/serving.md lists"):
+    with pytest.raises(InputError, match=r"^温度 🙂: unknown parameter; docs/serving\.md lists"):
         parse(TEXT, {"温度 🙂": 1})
     with pytest.raises(InputError, match="this is an input, not a parameter"):
         parse(TEXT, {"streaming": True})
@@ -299,7 +303,9 @@ def test_path_files_that_end_the_models_python_are_named(tmp_path: Path) -> None
     assert problem.startswith(f"{tmp_path / 'odd.pth'} names a folder")
 
 
-@pytest.mark.parametrize(("name", "plain"), [("plain", True), ("with space", False), ("临时🙂", False), ("$x", False)])
+@pytest.mark.parametrize(
+    ("name", "plain"), [("plain", True), ("with space", False), ("临时🙂", False), ("$x", False)]
+)
 def test_the_servers_folder_has_a_plain_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, plain: bool
 ) -> None:
