@@ -108,7 +108,12 @@ def eagle_layout(
         bad(
             "eagle_config.use_aux_hidden_state", "false; heads without the target's inner layers are not read"
         )
+    if third and config.get("norm_before_residual"):
+        bad("norm_before_residual", "true; only heads whose residual is the feature before its norm are read")
     eps = config.get("rms_norm_eps", 1e-6)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 < eps < 1:
+        bad("rms_norm_eps", f"{eps!r} is not a small positive number")
+        eps = 1e-6
     theta, scaling = read_rope(
         config, path, problems, integer("max_position_embeddings", target.max_positions)
     )

@@ -5,6 +5,10 @@ feature of a position. The head no longer imitates a feature: from the second dr
 from its own output. The layer's attention sees the embedding and the feature, each normalised, side by
 side; the output is normalised and projected onto the *draft vocabulary*, the target's most frequent tokens,
 whose ids ``token_ids`` gives.
+
+ModelOpt 0.47 trains with the layer's input norm applied to the feature as well, before the hidden norm; its
+exports are served without, by the authors' code, vLLM and TensorRT-LLM, and so they are here: what is
+measured is what a deployment will accept.
 """
 
 from __future__ import annotations
