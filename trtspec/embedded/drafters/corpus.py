@@ -47,10 +47,8 @@ class Found:
 
     length: int
     """Tokens of the suffix."""
-    count: int
-    """Places where it occurs."""
     continuations: list[tuple[int, ...]]
-    """What follows them, of at most MAX_PLACES places spread evenly over all."""
+    """What follows them, never nothing; of more than MAX_PLACES places so many, spread evenly over all."""
 
 
 class Corpus:
@@ -90,8 +88,8 @@ class Corpus:
         to ``depth`` tokens after each. A suffix below the store's own ``min_ngram`` is not looked up."""
         for length in range(min(longest, SORT_DEPTH, len(tokens)), max(shortest, self.min_ngram) - 1, -1):
             first, stop = self._range(tokens[len(tokens) - length :])
-            if first < stop:
-                return Found(length, stop - first, self._continuations(first, stop, length, depth))
+            if first < stop and (ways := self._continuations(first, stop, length, depth)):
+                return Found(length, ways)
         return None
 
     def _range(self, pattern: Sequence[int]) -> tuple[int, int]:
@@ -126,7 +124,8 @@ class Corpus:
         found = []
         for row in self._tokens[after].tolist():
             end = row.index(self.separator) if self.separator in row else len(row)
-            found.append(tuple(row[:end]))
+            if end > 0:  # else the text ends with the suffix
+                found.append(tuple(row[:end]))
         return found
 
 

@@ -28,6 +28,9 @@ MAX_PLACES = 16
 """Earlier places of a suffix that are looked at for branches, latest first."""
 _ESCAPE = 1.0
 """Places' worth of belief that the text goes on as none of them did (PPM's escape, method A)."""
+_LATEST_WEIGHT = 4.0
+"""Places that the latest one counts as: copied text goes on where it was. Measured on held-out answers of a
+small chat model against 1, 2 and 8; with 1, branches cost copied text more than they bring."""
 _CORPUS_WEIGHT = 1.0
 """Places in the sequence itself that all places in the corpus together count as."""
 
@@ -57,8 +60,7 @@ class NgramDrafter:
     With ``branches`` above 1 all places of that suffix count, the latest MAX_PLACES of them; shorter suffixes
     are asked while they know too few ways to go on. The draft then is the tree of ``num_draft_tokens`` nodes
     that is most likely by the places' counts, with at most so many leaves. ``corpus`` gives further places:
-    those of its own longest suffix, if that is longer than the sequence's (for a chain), or besides the
-    sequence's (for a tree).
+    of its own longest suffix, for a chain where the sequence has none, for a tree besides the sequence's.
 
     Nothing is drafted in a step where more than ``max_concurrency`` sequences have room for a draft.
 
@@ -132,11 +134,9 @@ class NgramDrafter:
             ),
             (0, 0),
         )
-        if self.corpus is not None and n < self.max_ngram:
-            found = self.corpus.find(tokens, max(self.min_ngram, n + 1), self.max_ngram, depth)
-            if found is not None:
-                return likely_tree([(way, 1.0) for way in found.continuations], depth, 1)
-        return chain(_copied(tokens, end, depth)) if n else EMPTY_DRAFT
+        if n == 0:
+            return likely_tree(self._corpus_ways(tokens, depth), depth, 1)
+        return chain(_copied(tokens, end, depth))
 
     def _ways(self, index: _Index, tokens: Sequence[int], depth: int) -> list[Weighted]:
         """How the suffix went on at its earlier places in the sequence: the longest suffix first, the latest
@@ -152,7 +152,8 @@ class NgramDrafter:
                 end = index.earlier.get((n, end))
             if len(firsts) >= self.branches:
                 break
-        return [(_copied(tokens, end, depth), 1.0) for end in ends]
+        weights = itertools.chain([_LATEST_WEIGHT], itertools.repeat(1.0))
+        return [(_copied(tokens, end, depth), weight) for end, weight in zip(ends, weights, strict=False)]
 
     def _corpus_ways(self, tokens: Sequence[int], depth: int) -> list[Weighted]:
         found = self.corpus and self.corpus.find(tokens, self.min_ngram, self.max_ngram, depth)
