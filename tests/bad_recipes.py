@@ -41,7 +41,7 @@ BAD_RECIPES: list[tuple[str, str | bytes, list[str]]] = [
         "unknown key, other kind",
         HEAD + "speculation:\n  kind: ngram\n  window: 4\n",
         [
-            "7: speculation.window: unknown key; allowed here: kind, num_draft_tokens, min_ngram, max_ngram, branches, corpus, corpus_min_count, max_concurrency; it belongs to kind: lookahead, not to kind: ngram; remove it or change the kind"
+            "7: speculation.window: unknown key; allowed here: kind, num_draft_tokens, min_ngram, max_ngram, branches, corpus, corpus_min_count, max_concurrency, adaptive; it belongs to kind: lookahead, not to kind: ngram; remove it or change the kind"
         ],
     ),
     (

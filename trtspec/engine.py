@@ -80,6 +80,8 @@ class EngineStats:
     """Sequence-steps that emitted tokens; generated_tokens / decode_steps is the acceptance length."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    held_back_steps: int = 0
+    """Steps that could have drafted and did not because it would not have paid (adaptive drafting)."""
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     running: int = 0

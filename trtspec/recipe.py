@@ -247,6 +247,10 @@ class NgramSpeculation(_Mapping):
     max_concurrency: MaxConcurrency | None = None
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""
+    adaptive: bool = False
+    """Draft as much as pays: lengths by each sequence's acceptance against the measured cost of a step, none
+    above the batch where drafting stops paying. Lengths then depend on timing, and with ``rejection`` so do
+    sampled tokens. Only on embedded."""
 
 
 class LookaheadSpeculation(_Mapping):
@@ -276,6 +280,10 @@ class DraftModelSpeculation(_Mapping):
     max_concurrency: MaxConcurrency | None = None
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""
+    adaptive: bool = False
+    """Draft as much as pays: lengths by each sequence's acceptance against the measured cost of a step, none
+    above the batch where drafting stops paying. Lengths then depend on timing, and with ``rejection`` so do
+    sampled tokens. Only on embedded."""
 
 
 class MedusaSpeculation(_Mapping):

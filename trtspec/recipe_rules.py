@@ -380,6 +380,15 @@ def _ngram_sources(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def _adaptive(recipe: Recipe) -> Iterator[Finding]:
+    """Lengths chosen while running are the embedded engine's own."""
+    if getattr(recipe.speculation, "adaptive", False) and recipe.backend.kind != "embedded":
+        yield (
+            ("speculation", "adaptive"),
+            f"{recipe.backend.kind} drafts a fixed length; write false, or backend kind: embedded",
+        )
+
+
 def _corpus_count(recipe: Recipe) -> Iterator[Finding]:
     """It shapes the corpus store and nothing else."""
     s = recipe.speculation
@@ -630,6 +639,7 @@ _TABLE = (
     _rule("acceptance-typical-lossless", "error", "acceptance speculation gates", _typical_lossless),
     _rule("speculation-ngram-order", "error", "speculation", _ngram_order),
     _rule("speculation-ngram-embedded", "error", "backend speculation", _ngram_sources),
+    _rule("speculation-adaptive-embedded", "error", "backend speculation", _adaptive),
     _rule("speculation-corpus-count", "warning", "speculation", _corpus_count),
     _rule("speculation-choices", "error", "speculation", _tree_choices),
     _rule("speculation-tree-size", "error", "speculation", _dynamic_tree),

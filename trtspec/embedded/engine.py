@@ -284,6 +284,7 @@ class EmbeddedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             **vars(self._counters),
+            held_back_steps=getattr(self._drafter, "num_held_back", 0),
             preemptions=self._scheduler.num_preemptions,
             prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             running=len(self._scheduler.running),

@@ -12,6 +12,7 @@ import torch
 
 from trtspec.embedded.acceptance import exact, rejection, typical
 from trtspec.embedded.drafters import Drafter
+from trtspec.embedded.drafters.adaptive import AdaptiveDrafter
 from trtspec.embedded.drafters.corpus import Corpus
 from trtspec.embedded.drafters.draft_model import DraftModelDrafter
 from trtspec.embedded.drafters.lookahead import LookaheadDrafter
@@ -146,7 +147,7 @@ def _drafter(
         case NoSpeculation():
             return None
         case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
-            return NgramDrafter(
+            copier = NgramDrafter(
                 most,
                 shortest,
                 longest,
@@ -154,10 +155,12 @@ def _drafter(
                 branches=speculation.branches,
                 corpus=_corpus(speculation, corpus_dir),
             )
+            return AdaptiveDrafter(copier, costly=False) if speculation.adaptive else copier
         case LookaheadSpeculation(window=window, ngram=ngram, verification_set=guesses):
             return LookaheadDrafter(window, ngram, guesses)
         case DraftModelSpeculation():
-            return _draft_model(recipe, speculation, target, num_pages, draft_dir)
+            model = _draft_model(recipe, speculation, target, num_pages, draft_dir)
+            return AdaptiveDrafter(model, costly=True) if speculation.adaptive else model
         case MedusaSpeculation() | EagleSpeculation() | Eagle3Speculation():
             assert heads_dir is not None
             return heads_drafter(recipe, speculation, target, num_pages, heads_dir)

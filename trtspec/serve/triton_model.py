@@ -230,6 +230,11 @@ class _Metrics:
                 ("drafted_tokens", "Draft tokens verified by the target", lambda s: s.drafted_tokens),
                 ("accepted_tokens", "Draft tokens that became output", lambda s: s.accepted_tokens),
                 ("prefix_hit_tokens", "Prompt tokens found in the KV cache", lambda s: s.prefix_hit_tokens),
+                (
+                    "held_back_steps",
+                    "Steps without a draft because none would have paid",
+                    lambda s: s.held_back_steps,
+                ),
                 ("preemptions", "Sequences put back to make room", lambda s: s.preemptions),
             )
         ]
