@@ -1,7 +1,7 @@
 """Our EAGLE-3 against ModelOpt's own module: its export is read as it meant it, its drafts are ours.
 
 ModelOpt 0.47 runs the layer's input norm over the hidden state too, before the hidden norm; the authors'
-code and the engines that serve its exports (vLLM, TensorRT-LLM) do not, and neither do we. An input norm
+code and the engines that serve its exports (SGLang, TensorRT-LLM) do not, and neither do we. An input norm
 without weights of its own makes no difference there, so that is where the two must agree; with weights, our
 head must agree as soon as it repeats the extra norm, so that nothing else differs.
 

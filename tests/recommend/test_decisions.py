@@ -363,7 +363,6 @@ def test_named_heads_choose_the_backend_that_has_them(
     [
         (MEDUSA, VICUNA, "pytorch", "eagle3"),
         (EAGLE3, "8B", "tensorrt", "eagle"),
-        (EAGLE3, "8B", "embedded", "ngram"),
     ],
 )
 def test_heads_that_the_backend_lacks_are_named_with_the_nearest(
@@ -374,6 +373,18 @@ def test_heads_that_the_backend_lacks_are_named_with_the_nearest(
     assert found.recipe.backend.kind == backend
     assert f"the nearest on {backend} is {nearest}" in _rejected(found, heads.method)
     assert list(broken_laws(found)) == []
+
+
+@pytest.mark.parametrize(("config", "model"), [(MEDUSA, VICUNA), (EAGLE, VICUNA), (EAGLE3, "8B")])
+def test_the_embedded_engine_runs_every_kind_of_heads(
+    config: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    source = _folder(tmp_path, **config)
+    heads = read_heads(source, find_model(model).spec)
+    found = _recommend("interactive", model, "H100-SXM", heads=heads, backend="embedded")
+    assert found.recipe.backend.kind == "embedded"
+    assert found.recipe.speculation.kind == heads.method
+    assert list(broken_laws(found, heads=source)) == []
 
 
 def test_medusa_engines_would_silently_be_greedy(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ side; the output is normalised and projected onto the *draft vocabulary*, the ta
 whose ids ``token_ids`` gives.
 
 ModelOpt 0.47 trains with the layer's input norm applied to the feature as well, before the hidden norm; its
-exports are served without, by the authors' code, vLLM and TensorRT-LLM, and so they are here: what is
+exports are served without, by the authors' code, SGLang and TensorRT-LLM, and so they are here: what is
 measured is what a deployment will accept.
 """
 
