@@ -255,3 +255,18 @@ def write_user_file(path: Path, content: bytes, *, overwrite: bool = True) -> No
         raise InputError(Problem(message, file=shown_path(path))) from None
     except OSError as error:
         raise explain_os_error(error, path) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise what :func:`write_user_file` would raise for ``path``, before minutes of work; writes nothing."""
+    try:
+        if _is_special(path):
+            return
+        path = Path(os.path.realpath(path))
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        descriptor, temporary = tempfile.mkstemp(prefix=".trtspec-", suffix=".tmp", dir=path.parent)
+        os.close(descriptor)
+        os.unlink(temporary)
+    except OSError as error:
+        raise explain_os_error(error, path) from None

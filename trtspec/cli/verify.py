@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from trtspec.cli.output import Progress, json_option, print_json
-from trtspec.errors import InputError, Problem
+from trtspec.cli.output import Progress, UserPath, json_option, print_json
+from trtspec.errors import TrtspecError
 
-_FILE = click.Path(path_type=Path)
+_FILE = UserPath()
 
 
 @click.command()
@@ -71,7 +71,8 @@ def verify(
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from trtspec.artifact import open_artifact, write_atomic
+    from trtspec.artifact import open_artifact
+    from trtspec.user_files import check_writable, write_user_file
     from trtspec.verify import protocol, render, report
 
     given = {
@@ -88,27 +89,30 @@ def verify(
         protocol.QUICK if quick else protocol.Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
-    # Before minutes of measuring.
-    problems = [
-        Problem("its folder does not exist; make it, or choose another", file=str(path))
-        for path in (output, markdown)
-        if path is not None and not path.absolute().parent.is_dir()
-    ]
-    if problems:
-        raise InputError(problems)
-    built = open_artifact(engine)
+    for path in (output, markdown):
+        if path is not None:
+            check_writable(path)
+    # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
+    built = open_artifact(engine, check_hashes=True)
     with Progress(quiet=as_json) as progress:
         result = protocol.verify(
             built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
         )
-    if output is not None:
-        report.write(result, output)
-    if markdown is not None:
-        write_atomic(markdown, render.markdown(result).encode())
-    if as_json:
-        print_json("verify", {"report": report.to_json(result)})
-    else:
-        click.echo(render.terminal(result))
+    # The result is shown even where it cannot be written any more.
+    unwritten: TrtspecError | None = None
+    try:
         if output is not None:
+            write_user_file(output, report.to_bytes(result))
+        if markdown is not None:
+            write_user_file(markdown, render.markdown(result).encode())
+    except TrtspecError as error:
+        unwritten = error
+    if as_json and unwritten is None:
+        print_json("verify", {"report": report.to_json(result)})
+    elif not as_json:
+        click.echo(render.terminal(result))
+        if output is not None and unwritten is None:
             click.echo(f"report: {output}")
+    if unwritten is not None:
+        raise unwritten
     return result.exit_code

@@ -9,10 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from trtspec.artifact import write_atomic
 from trtspec.verify.gates import Check, all_ok, exit_code
 
 SCHEMA = "trtspec.report/1"
@@ -65,10 +63,9 @@ def to_json(report: Report) -> dict[str, Any]:
     return plain
 
 
-def write(report: Report, path: Path) -> None:
-    """Write the JSON whole or not at all."""
-    text = json.dumps(to_json(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomic(path, text.encode())
+def to_bytes(report: Report) -> bytes:
+    """The JSON file's content."""
+    return (json.dumps(to_json(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:

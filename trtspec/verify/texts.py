@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtspec.errors import InputError, Problem
 from trtspec.text import Tokenizer
+from trtspec.user_files import parse_json, read_user_text
 
 _DATA = Path(__file__).parent.parent / "data"
 PROMPTS_FILE = _DATA / "prompts.jsonl"
 HELDOUT_FILE = _DATA / "heldout.jsonl"
+_MAX_BYTES = 256_000_000
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,19 @@ def load_prompts(
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     seen: set[str] = set()
+    if max_tokens < 1:
+        message = "leaves no room for a prompt within limits.max_seq_tokens; ask for shorter answers"
+        raise InputError(Problem(message, key="max_new_tokens"))
     for number, value in _read(path, problems):
-        if len(prompts) >= limit and not sample:
+        if len(prompts) >= limit and not sample and not problems:
             break
         tokens = _prompt_tokens(value, tokenizer)
         name = str(value.get("id", f"line-{number}"))
         if tokens is None:
-            message = "needs messages (a list of role and content), prompt or text"
+            message = (
+                "needs messages (a list of role: system, user or assistant, and content), prompt or text, "
+                "not empty"
+            )
             problems.append(Problem(message, file=str(path), line=number))
         elif sample and len(tokens) > max_tokens:
             continue
@@ -102,23 +109,26 @@ def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | N
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return (
+        isinstance(value, dict)
+        and value.get("role") in ("system", "user", "assistant", "tool")
+        and isinstance(value.get("content"), str)
+        and bool(value["content"].strip())
+    )
 
 
 def _read(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise InputError(Problem(f"cannot be read: {reason}", file=str(path))) from None
+    """The objects of a JSONL file by line. Lines end with a newline only: JSON strings may hold U+2028."""
     values = []
-    for number, line in enumerate(lines, start=1):
+    text = read_user_text(path, max_bytes=_MAX_BYTES).removeprefix("\ufeff")
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
+            value = parse_json(line)
+        except ValueError as error:
+            problems.append(Problem(f"not a JSON object: {error}", file=str(path), line=number))
+            continue
         if isinstance(value, dict):
             values.append((number, value))
         else:
