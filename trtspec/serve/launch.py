@@ -199,6 +199,8 @@ class _Supervisor:
             if _find_stub(self._server.pid) is not None:
                 has_had_model, model_seen = True, time.monotonic()
             elif has_had_model and time.monotonic() > model_seen + _LOAD_FAILURE_S:
+                if load_failure(self._text()) is not None:
+                    raise self._start_failure()
                 raise MissingError(
                     "the model's process ended while it was loading; last lines of server and model:\n"
                     f"{self._tail()}"
@@ -232,9 +234,11 @@ class _Supervisor:
                     f"its last lines:\n{self._tail()}"
                 )
             if not self._stub.is_alive():
+                said = re.search(r"^trtspec: (the engine failed .*?);", self._text(), re.MULTILINE)
+                reason = said.group(1) if said else "the model's process died (often: out of memory)"
                 raise MissingError(
-                    "the model's process died (often: out of memory); the server was stopped, because it "
-                    f"would have let its clients hang. Last lines of the log:\n{self._tail()}"
+                    f"{reason}; the server was stopped, because it would have let its clients hang. "
+                    f"Last lines of the log:\n{self._tail()}"
                 )
             time.sleep(_POLL_S)
 
