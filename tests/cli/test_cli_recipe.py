@@ -17,6 +17,9 @@ from trtspec.recipe_file import json_schema, lint_content, load_recipe
 from trtspec.recipe_model import MODEL_RULES
 from trtspec.recipe_rules import RULES
 
+TYPICAL = HEAD + "acceptance: {kind: typical}\nspeculation: {kind: ngram}\ngates: {lossless: false}\n"
+"""Valid, with one warning: build refuses it for now."""
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -55,12 +58,10 @@ def test_lint_of_a_bad_recipe(content: str | bytes, expected: list[str], capsys:
 
 
 def test_warnings_do_not_fail(capsys: Capture) -> None:
-    Path("r.yaml").write_text(HEAD + "speculation: {kind: lookahead}\n")
+    Path("r.yaml").write_text(TYPICAL)
     assert main(["lint", "r.yaml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(
-        "r.yaml:5: warning: speculation.kind: the embedded engine does not run lookahead yet"
-    )
+    assert out.startswith("r.yaml:5: warning: acceptance.kind: the embedded engine does not run typical yet")
     assert out.splitlines()[0].endswith("[embedded-not-yet]")
     assert len(out.splitlines()) == 2
 
@@ -79,7 +80,7 @@ def test_lint_of_several_files_reports_all(capsys: Capture) -> None:
 
 
 def test_lint_as_json(capsys: Capture) -> None:
-    Path("a.yaml").write_text(HEAD + "speculation: {kind: lookahead}\n")
+    Path("a.yaml").write_text(TYPICAL)
     Path("b.yaml").write_text(HEAD + "banana: 1\n")
     assert main(["lint", "a.yaml", "b.yaml", "--json"]) == 2
     result = json.loads(capsys.readouterr().out)
@@ -87,7 +88,7 @@ def test_lint_as_json(capsys: Capture) -> None:
     good, bad = result["files"]
     assert (good["file"], good["ok"], good["name"], good["errors"]) == ("a.yaml", True, "a", [])
     assert len(good["digest"]) == 64
-    assert good["warnings"][0]["key"] == "speculation.kind"
+    assert good["warnings"][0]["key"] == "acceptance.kind"
     assert good["notes"][0]["key"] == "model.source"
     assert bad["notes"] == []
     assert (bad["ok"], bad["name"], bad["digest"]) == (False, None, None)
