@@ -278,6 +278,7 @@ def _print_ready(plan: Plan, finished: Finished) -> None:
     curl = "curl -s -H 'Content-Type: application/json'"
     model_url = f"{fields['http']}/v2/models/{plan.model_name}"
     body = '"text_input": "Hello", "sampling_param_max_tokens": 16'
+    streamed = '"streaming": true, "text_delta": true'
     for line in (
         f"ready: model {plan.model_name}",
         f"  http     {fields['http']}",
@@ -286,7 +287,7 @@ def _print_ready(plan: Plan, finished: Finished) -> None:
         f"  ping     {_PING_PROMPT!r} -> {finished.text!r}",
         f"           {_statistics_line(finished)}",
         f"try: {curl} {model_url}/generate -d '{{{body}}}'",
-        f"     {curl} -N {model_url}/generate_stream -d '{{{body}, \"streaming\": true, \"text_delta\": true}}'",
+        f"     {curl} -N {model_url}/generate_stream -d '{{{body}, {streamed}}}'",
         "Ctrl-C stops",
     ):
         click.echo(line)
