@@ -11,12 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trtspec.cli.serve import generate as cli_generate
 from trtspec.engine import Sampling
 from trtspec.errors import InputError, MissingError
+from trtspec.serve.client import _inputs
 from trtspec.serve.launch import EXIT_TIMEOUT_S, load_failure, new_server_id, plain_temp_folder
 from trtspec.serve.preflight import (
     Addresses,
@@ -29,6 +33,7 @@ from trtspec.serve.preflight import (
     python_links,
 )
 from trtspec.serve.protocol import (
+    BOUNDS,
     INPUTS,
     MAX_STOP_CHARS,
     MAX_STOPS,
@@ -92,7 +97,7 @@ requests = st.builds(
     temperature=st.none() | st.floats(0, 10, width=32),
     top_k=st.none() | st.integers(0, 2**31 - 1),
     top_p=st.none() | st.floats(0, 1, width=32),
-    seed=st.none() | st.integers(0, 2**64 - 1),
+    seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     streaming=st.booleans(),
     exclude_input=st.booleans(),
@@ -157,6 +162,68 @@ def test_bad_requests(inputs: dict[str, list[Any]], message: str) -> None:
     with pytest.raises(InputError) as caught:
         parse(inputs)
     assert str(caught.value).startswith(message)
+
+
+BEYOND = [
+    *((field, bounds.high * 2 + 1) for field, bounds in BOUNDS.items()),
+    *((field, bounds.low - 1) for field, bounds in BOUNDS.items()),
+    ("max_tokens", 2**32 + 3),
+    ("top_k", 2**32 + 1),
+    ("seed", 2**63),
+    ("temperature", 1e300),
+    *((field, value) for field in ("temperature", "top_p") for value in (float("nan"), float("inf"))),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BEYOND)
+def test_no_number_is_changed_on_its_way(field: str, value: float) -> None:
+    """Beyond the bounds the command line, the client and the server refuse alike; none wraps around."""
+    tensor = f"sampling_param_{field}"
+    with pytest.raises(InputError, match=f"^{tensor}: .* is (too|not)"):
+        tensors(replace(Generate("a"), **{field: value}))
+    with pytest.raises(InputError, match=f"^{tensor}: .* is (too|not)"):
+        parse({**TEXT, tensor: [value]})
+    with pytest.raises(click.UsageError, match="is not"):
+        cli_generate.make_context("generate", ["a", f"--{field.replace('_', '-')}", str(value)])
+
+
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_the_bounds_themselves_are_taken(end: str) -> None:
+    """By the command line, on the wire (numpy's types included) and by the engine's own check."""
+    values = {field: getattr(bounds, end) for field, bounds in BOUNDS.items()}
+    options = [word for field in values for word in (f"--{field.replace('_', '-')}", str(values[field]))]
+    read = cli_generate.make_context("generate", ["a", *options]).params
+    assert {field: read[field] for field in values} == values
+    request = Generate("a", **values)
+    sent = {tensor.name(): tensor for tensor in _inputs(request)}
+    for field, value in values.items():
+        raw = sent[f"sampling_param_{field}"]._get_content()
+        dtype = {"INT32": "<i4", "UINT64": "<u8", "FP32": "<f4"}[sent[f"sampling_param_{field}"].datatype()]
+        assert np.frombuffer(raw, dtype)[0] == value
+    pytest.importorskip("torch")
+    from trtspec.embedded.engine import _sampling_problems
+
+    assert (
+        _sampling_problems(
+            Sampling(values["temperature"], values["top_k"], values["top_p"] or 1.0, values["seed"])
+        )
+        == []
+    )
+    assert _sampling_problems(Sampling(seed=2**63)) != []
+
+
+@pytest.mark.parametrize("option", ["--idle-timeout", "--temperature"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "-1", "x"])
+def test_odd_numbers_are_usage_errors(option: str, value: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        cli_generate.make_context("generate", ["a", option, value])
+    assert option in caught.value.format_message()
+
+
+def test_text_that_is_not_utf8_is_not_sent() -> None:
+    with pytest.raises(InputError) as caught:
+        tensors(Generate("ab\udcff", stop=("\ud800",)))
+    assert [problem.key for problem in caught.value.problems] == ["text_input", "sampling_param_stop"]
 
 
 def test_neutral_values_of_unsupported_parameters_are_fine() -> None:

@@ -246,8 +246,8 @@ def test_invalid_utf8_is_refused(server: Server) -> None:
 
 
 def test_errors_over_grpc_keep_their_meaning(server: Server) -> None:
-    with pytest.raises(InputError, match=r"sampling_param_top_p: 1\.5 is too large"):
-        generate(server.grpc, MODEL, Generate("a", top_p=1.5))
+    with pytest.raises(InputError, match=r"sampling_param_max_tokens: 9,000 is too large"):
+        generate(server.grpc, MODEL, Generate("a", max_tokens=9000))
     with pytest.raises(InputError, match="unknown model: 'other'"):
         generate(server.grpc, "other", Generate("a"))
     (port,) = free_ports(1)

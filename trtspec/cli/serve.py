@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -14,6 +15,7 @@ import click
 
 from trtspec.cli.output import json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
+from trtspec.serve.protocol import BOUNDS
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
@@ -21,7 +23,27 @@ if TYPE_CHECKING:
     from trtspec.serve.launch import Plan
     from trtspec.serve.preflight import Addresses
 
+
+class _FloatRange(click.FloatRange):
+    """Numbers only: no comparison with a bound refuses a NaN."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number to use", param, ctx)
+        return number
+
+
+def _integer(field: str) -> click.IntRange:
+    return click.IntRange(int(BOUNDS[field].low), int(BOUNDS[field].high))
+
+
+def _number(field: str) -> _FloatRange:
+    return _FloatRange(BOUNDS[field].low, BOUNDS[field].high)
+
+
 _PORT = click.IntRange(1, 65535)
+_MAX_TIMEOUT_S = 1e6  # eleven days; the system's clocks take no more than some centuries
 _PING_PROMPT = "one two three, one two three, one two"  # repeats itself: something to draft from
 _PING_TOKENS = 16
 
@@ -41,7 +63,7 @@ _PING_TOKENS = 16
 )
 @click.option(
     "--start-timeout",
-    type=click.FloatRange(min=1),
+    type=_FloatRange(1, _MAX_TIMEOUT_S),
     default=300.0,
     show_default=True,
     help="Give up when the model is not loaded after this many seconds.",
@@ -119,16 +141,16 @@ def serve(
 )
 @click.option("--model-name", help="Default: the engine's, else tensorrt_llm.")
 @click.option("--raw", is_flag=True, help="Send the prompt as it is, without the chat template.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Default: the server's.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy (the default).")
-@click.option("--top-k", type=click.IntRange(min=0), help="0 keeps all tokens.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1), help="1 keeps all tokens.")
-@click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1), help="Default: a fresh one.")
+@click.option("--max-tokens", type=_integer("max_tokens"), help="Default: the server's.")
+@click.option("--temperature", type=_number("temperature"), help="0 is greedy (the default).")
+@click.option("--top-k", type=_integer("top_k"), help="0 keeps all tokens.")
+@click.option("--top-p", type=_number("top_p"), help="1 keeps all tokens.")
+@click.option("--seed", type=_integer("seed"), help="Default: a fresh one.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be repeated.")
 @click.option("--stats", is_flag=True, help="Print acceptance and times on stderr.")
 @click.option(
     "--idle-timeout",
-    type=click.FloatRange(min=0.1),
+    type=_FloatRange(0.1, _MAX_TIMEOUT_S),
     default=120.0,
     show_default=True,
     help="Give up after this many seconds without a new piece of the answer.",

@@ -79,6 +79,7 @@ def stream(
     import tritonclient.grpc as triton
 
     request = replace(request, streaming=True, return_finish_reason=True, return_stop_reason=True)
+    inputs = _inputs(request)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client = triton.InferenceServerClient(url)
     ended = False
@@ -89,7 +90,7 @@ def stream(
         )
         try:
             client.async_stream_infer(
-                model_name, _inputs(request), request_id=request_id, enable_empty_final_response=True
+                model_name, inputs, request_id=request_id, enable_empty_final_response=True
             )
         except triton.InferenceServerException as failure:
             # The stream broke before the request was sent; why is in the queue, or about to be.

@@ -111,6 +111,36 @@ TRITON_PARAMETERS = frozenset(
 )
 """Request parameters that are Triton's business, with those that begin with ``triton_``."""
 
+
+@dataclass(frozen=True)
+class Bounds:
+    """The values that a number may have, both ends included."""
+
+    low: float
+    high: float
+
+    def refusal(self, value: float) -> str | None:
+        """What is wrong with ``value``; None if nothing is."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{value} is not a number to use"
+        if value < self.low:
+            return f"{_shown(value)} is too small; at least {_shown(self.low)}"
+        if value > self.high:
+            return f"{_shown(value)} is too large; at most {_shown(self.high)}"
+        return None
+
+
+_FP32_MAX = (2 - 2.0**-23) * 2.0**127
+BOUNDS = {
+    "max_tokens": Bounds(1, 2**31 - 1),
+    "temperature": Bounds(0.0, _FP32_MAX),
+    "top_k": Bounds(0, 2**31 - 1),
+    "top_p": Bounds(0.0, 1.0),
+    "seed": Bounds(0, 2**63 - 1),
+}
+"""Bounds of the numbers of :class:`Generate`, by field: what both the tensor's type and the engine hold. The
+command line, :func:`tensors` and :func:`parse` all refuse what is beyond, so that nothing wraps around."""
+
 MAX_STOPS = 128
 MAX_STOP_CHARS = 1024
 _MAX_UNKNOWN = 8
@@ -173,16 +203,16 @@ def parse(
         reader.finish()
         return Stop()
     prompt = reader.prompt()
-    temperature = reader.number("sampling_param_temperature", low=0.0)
-    top_p = reader.number("sampling_param_top_p", low=0.0, high=1.0)
-    top_k = reader.integer("sampling_param_top_k", low=0)
-    max_tokens = reader.integer("sampling_param_max_tokens", low=1)
-    seed = reader.integer("sampling_param_seed", low=0)
+    temperature = reader.number("sampling_param_temperature", BOUNDS["temperature"])
+    top_p = reader.number("sampling_param_top_p", BOUNDS["top_p"])
+    top_k = reader.integer("sampling_param_top_k", BOUNDS["top_k"])
+    max_tokens = reader.integer("sampling_param_max_tokens", BOUNDS["max_tokens"])
+    seed = reader.integer("sampling_param_seed", BOUNDS["seed"])
     stop = reader.strings("sampling_param_stop")
-    if reader.integer("sampling_param_best_of", low=1) not in (None, 1):
+    if reader.integer("sampling_param_best_of", Bounds(1, 2**31 - 1)) not in (None, 1):
         reader.refuse("sampling_param_best_of", "only 1 is supported; send the request several times")
     for name in ("sampling_param_frequency_penalty", "sampling_param_presence_penalty"):
-        if reader.number(name) not in (None, 0.0):
+        if reader.number(name, Bounds(-_FP32_MAX, _FP32_MAX)) not in (None, 0.0):
             reader.refuse(name, "penalties are not supported by this engine; leave it out or send 0")
     if reader.flag("return_cumulative_logprob"):
         reader.refuse("return_cumulative_logprob", "not supported by this engine; leave it out")
@@ -210,19 +240,32 @@ def parse(
 
 
 def tensors(request: Generate) -> dict[str, list[Any]]:
-    """The inputs that ask for ``request``; what equals the default is left out (the inverse of parse)."""
-    values: dict[str, list[Any]] = {"text_input": [request.prompt.encode()]}
-    for name, value in (
-        ("sampling_param_max_tokens", request.max_tokens),
-        ("sampling_param_temperature", request.temperature),
-        ("sampling_param_top_k", request.top_k),
-        ("sampling_param_top_p", request.top_p),
-        ("sampling_param_seed", request.seed),
-    ):
-        if value is not None:
-            values[name] = [value]
+    """The inputs that ask for ``request``; what equals the default is left out (the inverse of parse).
+
+    Raises InputError with every number out of :data:`BOUNDS` and every text that cannot be UTF-8.
+    """
+    problems: list[Problem] = []
+
+    def encoded(name: str, text: str) -> bytes:
+        try:
+            return text.encode()
+        except UnicodeEncodeError as error:
+            problems.append(Problem(f"not valid UTF-8 at character {error.start}", key=name))
+            return b""
+
+    values: dict[str, list[Any]] = {"text_input": [encoded("text_input", request.prompt)]}
+    for field, bounds in BOUNDS.items():
+        value = getattr(request, field)
+        if value is None:
+            continue
+        values[_PREFIX + field] = [value]
+        if refusal := bounds.refusal(value):
+            problems.append(Problem(refusal, key=_PREFIX + field))
     if request.stop:
-        values["sampling_param_stop"] = [stop.encode() for stop in request.stop]
+        name = "sampling_param_stop"
+        values[name] = [encoded(name, stop) for stop in request.stop]
+    if problems:
+        raise InputError(problems)
     for name, flag in (
         ("streaming", request.streaming),
         ("sampling_param_exclude_input_from_output", request.exclude_input),
@@ -252,26 +295,13 @@ class _Reader:
     def flag(self, name: str) -> bool:
         return bool(self._one(name))
 
-    def integer(self, name: str, low: int) -> int | None:
-        value = self._one(name)
-        if value is None:
-            return None
-        if int(value) < low:
-            self.refuse(name, f"{int(value)} is too small; at least {low}")
-        return int(value)
+    def integer(self, name: str, bounds: Bounds) -> int | None:
+        value = self._number(name, bounds)
+        return None if value is None else int(value)
 
-    def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
-        value = self._one(name)
-        if value is None:
-            return None
-        number = float(value)
-        if not math.isfinite(number):
-            self.refuse(name, f"{number} is not a number to use")
-        elif low is not None and number < low:
-            self.refuse(name, f"{number:g} is too small; at least {low:g}")
-        elif high is not None and number > high:
-            self.refuse(name, f"{number:g} is too large; at most {high:g}")
-        return number
+    def number(self, name: str, bounds: Bounds) -> float | None:
+        value = self._number(name, bounds)
+        return None if value is None else float(value)
 
     def prompt(self) -> str:
         values = self._inputs.get("text_input")
@@ -308,6 +338,13 @@ class _Reader:
             self.refuse(name, "an empty stop string would stop before the first character; leave it out")
         return texts
 
+    def _number(self, name: str, bounds: Bounds) -> int | float | None:
+        value: int | float | None = self._one(name)
+        if value is not None and (refusal := bounds.refusal(value)):
+            self.refuse(name, refusal)
+            return None
+        return value
+
     def _one(self, name: str) -> Any:
         values = self._inputs.get(name)
         if values is None:
@@ -325,6 +362,10 @@ class _Reader:
         except UnicodeDecodeError as error:
             self.refuse(name, f"not valid UTF-8 at byte {error.start}")
             return ""
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _unknown_parameter(name: str) -> str:
