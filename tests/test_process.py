@@ -222,6 +222,20 @@ def test_a_terminated_child_keeps_its_exit_code(tmp_path: Path) -> None:
     assert log.read_text() == "hi\nbye\n"
 
 
+def test_a_log_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    ran = tmp_path / "ran"
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb"):  # also when somebody reads it
+        for log in (pipe, tmp_path, tmp_path / "no" / "log"):
+            for begin in (process.start, process.run):
+                with pytest.raises(InputError, match=f"^{log}: "):
+                    begin(["touch", str(ran)], log=log)
+    with pytest.raises(InputError, match="is not a regular file"):
+        process.start(["touch", str(ran)], log=pipe)
+    assert not ran.exists()
+
+
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
@@ -231,11 +245,15 @@ while not Path(sys.argv[1] + "/grandchild").exists(): time.sleep(0.01)
 if {guarded}:
     Path(sys.argv[1] + "/left-1").write_text("x")
     Path(sys.argv[1] + "/left-2").mkdir()
-    guard = process.guard(child, [sys.argv[1] + "/left-*"])
+    Path(sys.argv[1] + "/mine").write_text("made by A")
+    Path(sys.argv[1] + "/other").write_text("made by B")
+    guard = process.guard(child, [sys.argv[1] + "/left-*"], (Path(sys.argv[1] + "/mine"), "by A"))
+    guard2 = process.guard(child, [], (Path(sys.argv[1] + "/other"), "by A"))
 open(sys.argv[1] + "/child", "w").write(f"{{child.pid}}\\n")
 if {released}:
     child.kill_group()
     guard.release()
+    guard2.release()
     sys.exit()
 time.sleep(600)
 """
@@ -257,6 +275,8 @@ def test_death_of_the_parent(tmp_path: Path, guarded: bool) -> None:
         if guarded:
             assert wait_until(lambda: not alive(grandchild))
             assert wait_until(lambda: not list(tmp_path.glob("left-*")))
+            assert wait_until(lambda: not (tmp_path / "mine").exists())
+            assert (tmp_path / "other").exists()
         else:
             assert alive(grandchild)
     finally:

@@ -28,7 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from trtspec.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_MISSING, InputError, MissingError
+from trtspec.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_MISSING, InputError, MissingError, Problem
+from trtspec.user_files import explain_os_error, shown_path
 
 TAIL_LINES = 30
 _GRACE_S = 2.0
@@ -46,7 +47,7 @@ os.execv(argv[0], argv)
 """
 _GUARD = """\
 import glob, os, shutil, signal, sys
-group, paths = int(sys.argv[1]), sys.argv[2:]
+group, marked, mark, paths = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4:]
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(signum, signal.SIG_IGN)
 if sys.stdin.buffer.read() == b"":
@@ -56,7 +57,18 @@ if sys.stdin.buffer.read() == b"":
         pass
     for pattern in paths:
         for path in glob.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
+            try:
+                shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.unlink(path)
+            except OSError:
+                pass
+    try:
+        if os.path.isfile(marked):
+            with open(marked, "rb") as file:
+                content = file.read(1000000)
+            if os.fsencode(mark) in content:
+                os.unlink(marked)
+    except OSError:
+        pass
 """
 
 
@@ -166,7 +178,7 @@ def run(
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
-        log_file = stack.enter_context(log.open("a", encoding="utf-8")) if log else None
+        log_file = stack.enter_context(open_log(log)) if log else None
         problem: list[BaseException] = []
 
         def read(output: IO[str]) -> None:
@@ -229,23 +241,25 @@ def start(
     """Start ``argv`` and return at once.
 
     Its stdout and stderr go to the end of the file ``log``; without one they are dropped, or with
-    ``inherit`` shared with this process. Raises MissingError when the program does not exist.
+    ``inherit`` shared with this process. Raises MissingError when the program does not exist, and what
+    :func:`open_log` does, before anything starts.
     """
     if log is None:
         return Child(
             _popen(argv, env=env, cwd=cwd, output=None if inherit else subprocess.DEVNULL), _name(argv)
         )
-    with log.open("a", encoding="utf-8") as file:
+    with open_log(log) as file:
         return Child(_popen(argv, env=env, cwd=cwd, output=file), _name(argv))
 
 
-def guard(child: Child, paths: Sequence[str]) -> Guard:
+def guard(child: Child, paths: Sequence[str], marked: tuple[Path, str] | None = None) -> Guard:
     """Watch over ``child`` from outside: if this process dies, kill the child's group and delete ``paths``.
 
-    ``paths`` are glob patterns of files and folders. The parent-death signal alone is not enough for a
+    ``paths`` are glob patterns of files and folders; ``marked`` is one more file, which is deleted only if it
+    then holds that text. The parent-death signal alone is not enough for a
     child with children of its own: theirs is not set, or bound to a thread that ended.
     """
-    argv = [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid), *paths]
+    argv = [sys.executable, "-I", "-S", "-c", _GUARD, str(child.pid), *_marked(marked), *paths]
     return Guard(
         subprocess.Popen(
             argv,
@@ -256,6 +270,22 @@ def guard(child: Child, paths: Sequence[str]) -> Guard:
             cwd="/",
         )
     )
+
+
+def _marked(marked: tuple[Path, str] | None) -> tuple[str, str]:
+    return ("", "") if marked is None else (os.path.abspath(marked[0]), marked[1])
+
+
+def open_log(path: Path) -> IO[str]:
+    """The file ``path``, to append text to. InputError for what is no regular file (a named pipe, which is
+    not waited for, or a device), MissingError when the machine does not let it be written."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InputError(Problem("is not a regular file; a log needs one", file=shown_path(path)))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        return open(os.open(path, flags, 0o666), "a", encoding="utf-8")
+    except OSError as error:
+        raise explain_os_error(error, path) from None
 
 
 def _popen(

@@ -74,6 +74,7 @@ class Server:
     popen: subprocess.Popen[str]
     ready: dict[str, Any]
     log: Path
+    ready_file: Path
 
     @property
     def grpc(self) -> str:
@@ -211,7 +212,7 @@ def start_server(
         while time.monotonic() < deadline and popen.poll() is None and not ready_file.exists():
             time.sleep(0.02)
         if popen.poll() is None and ready_file.exists():
-            return Server(popen, json.loads(ready_file.read_text(encoding="utf-8")), log)
+            return Server(popen, json.loads(ready_file.read_text(encoding="utf-8")), log, ready_file)
         popen.kill()
         output = popen.communicate()[0]
         # Somebody else may take a port between its choice and its use.

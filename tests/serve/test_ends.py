@@ -38,6 +38,8 @@ from trtspec.serve.protocol import Generate
 
 pytestmark = pytest.mark.triton
 
+PORT_FIELDS = ("http", "grpc", "metrics")
+
 try:
     find_installation()
 except MissingError as missing:
@@ -67,6 +69,33 @@ def test_sigterm_lets_a_live_stream_finish(own_server: Server) -> None:
     assert "Segmentation" not in own_server.log.read_text()
 
 
+def test_another_server_takes_nothing_from_a_running_one(own_server: Server, tiny_engine: Path) -> None:
+    """Neither by the same ports nor by the same ready file; the end of the first one removes it."""
+    taken = [int(str(own_server.ready[name]).rsplit(":")[-1].split("/")[0]) for name in PORT_FIELDS]
+    before = own_server.ready_file.read_bytes()
+    for ports, reason in ((taken, "cannot be used"), (free_ports(3), "a server that is running")):
+        options = [*port_options(ports), "--ready-file", str(own_server.ready_file)]
+        result = run_cli("serve", str(tiny_engine), *options)
+        assert reason in result.stderr
+        assert own_server.ready_file.read_bytes() == before
+    own_server.end()
+    assert own_server.popen.returncode == 0
+    assert not own_server.ready_file.exists()
+
+
+@pytest.mark.parametrize("option", ["--log", "--ready-file"])
+def test_what_cannot_be_written_is_found_before_the_start(
+    tiny_engine: Path, tmp_path: Path, option: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", ".", "no/such"):
+        options = [*port_options(free_ports(3)), option, str(tmp_path / name)]
+        result = run_cli("serve", str(tiny_engine), *options, timeout=120)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.splitlines()[-1].startswith(f"error: {(tmp_path / name)}: ")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_dead_model_process_ends_the_server_quickly(own_server: Server) -> None:
     with running_stream(own_server.grpc) as received:
         os.kill(own_server.stub(), signal.SIGKILL)
@@ -82,6 +111,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(own_server: Server) -> None:
         own_server.popen.kill()
         own_server.popen.wait()
         assert wait_until(lambda: own_server.leftovers() == []), own_server.leftovers()
+        assert wait_until(lambda: not own_server.ready_file.exists())
     assert isinstance(received[-1], MissingError)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtspec.cli.output import json_option, print_json, print_warning
+from trtspec.cli.output import UserPath, json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
 from trtspec.serve.protocol import BOUNDS
 
@@ -49,18 +48,14 @@ _PING_TOKENS = 16
 
 
 @click.command()
-@click.argument("engine_dir", type=click.Path(path_type=Path))
+@click.argument("engine_dir", type=UserPath())
 @click.option("--host", help="Address to listen on (default: the recipe's; 0.0.0.0 opens it to the network).")
 @click.option("--http-port", type=_PORT, help="Default: the recipe's.")
 @click.option("--grpc-port", type=_PORT, help="Default: the recipe's.")
 @click.option("--metrics-port", type=_PORT, help="Default: the recipe's.")
 @click.option("--dry-run", is_flag=True, help="Print repository and command; start nothing.")
-@click.option(
-    "--log", type=click.Path(path_type=Path), help="Append all output of server and model to this file."
-)
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), help="Write the addresses here (JSON) when ready."
-)
+@click.option("--log", type=UserPath(), help="Append all output of server and model to this file.")
+@click.option("--ready-file", type=UserPath(), help="Write the addresses here (JSON) when ready.")
 @click.option(
     "--start-timeout",
     type=_FloatRange(1, _MAX_TIMEOUT_S),
@@ -111,7 +106,7 @@ def serve(
     def say(line: str) -> None:
         click.echo(line, err=True)
 
-    def on_ready(plan: Plan) -> None:
+    def on_ready(plan: Plan) -> dict[str, Any]:
         finished = _ping(plan)
         fields = _ready_fields(plan, finished)
         if as_json:
@@ -119,23 +114,24 @@ def serve(
             sys.stdout.flush()
         else:
             _print_ready(plan, finished)
-        if ready_file is not None:
-            _write_atomic(ready_file, json.dumps(fields, indent=2) + "\n")
+        return fields
 
     say(f"starting Triton for {artifact.recipe.name} ...")
-    try:
-        launch.serve(artifact, addresses, on_ready=on_ready, say=say, log=log, start_timeout_s=start_timeout)
-    finally:
-        if ready_file is not None:
-            ready_file.unlink(missing_ok=True)
+    launch.serve(
+        artifact,
+        addresses,
+        on_ready=on_ready,
+        say=say,
+        log=log,
+        ready_file=ready_file,
+        start_timeout_s=start_timeout,
+    )
     say("stopped")
 
 
 @click.command()
 @click.argument("prompt", required=False)
-@click.option(
-    "--engine", type=click.Path(path_type=Path), help="Engine folder: its addresses and chat template."
-)
+@click.option("--engine", type=UserPath(), help="Engine folder: its addresses and chat template.")
 @click.option(
     "--url", help="gRPC address of the server, host:port (default: the engine's, else 127.0.0.1:8001)."
 )
@@ -336,9 +332,3 @@ def _print_plan(artifact: Artifact, addresses: Addresses, *, as_json: bool) -> N
     for name, value in plan.environment.items():
         click.echo(f"{name}={shlex.quote(value)}")
     click.echo(f"\n==> command\n{shlex.join(plan.argv)}")
-
-
-def _write_atomic(path: Path, text: str) -> None:
-    from trtspec.artifact import write_atomic
-
-    write_atomic(path, text.encode())

@@ -19,10 +19,11 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from trtspec import process
 from trtspec.artifact import Artifact
@@ -38,6 +39,7 @@ from trtspec.serve.preflight import (
     python_files,
     python_links,
 )
+from trtspec.serve.ready_file import claim, withdraw, write
 from trtspec.serve.repository import render
 
 EXIT_TIMEOUT_S = 10
@@ -128,14 +130,16 @@ def serve(
     artifact: Artifact,
     addresses: Addresses,
     *,
-    on_ready: Callable[[Plan], None],
+    on_ready: Callable[[Plan], Mapping[str, Any]],
     say: Callable[[str], None],
     log: Path | None = None,
+    ready_file: Path | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> None:
     """Serve ``artifact`` until SIGINT or SIGTERM; must run in the main thread.
 
-    ``on_ready`` is called once, when server, model and metrics answer; what it raises ends the server.
+    ``on_ready`` is called once, when server, model and metrics answer; what it raises ends the server,
+    what it returns (with the ``server_id``) is written to ``ready_file``, which is removed with the server.
     The first signal lets requests in flight finish (up to EXIT_TIMEOUT_S), the second ends them. Returns
     after an orderly end. Raises MissingError when this machine lacks something, when the server or the
     model ends by itself, or when requests had to be cut off; InputError when the model refuses the engine.
@@ -147,14 +151,19 @@ def serve(
         plan = make_plan(artifact, addresses, installation, runtime, server_id)
         check(installation, addresses, plan.environment)
         _lay_out(runtime, plan, installation)
+        if ready_file is not None:
+            ready_file = claim(ready_file)
         log = log or runtime / "server.log"
         log_start = log.stat().st_size if log.exists() else 0
         server = process.start(plan.argv, env=plan.environment, cwd=runtime, log=log)
-        guard = process.guard(server, [_shm_pattern(server_id), str(runtime)])
+        marked = None if ready_file is None else (ready_file, server_id)
+        guard = process.guard(server, [_shm_pattern(server_id), str(runtime)], marked)
         supervisor = _Supervisor(server, plan, runtime, log, log_start, signals, say)
         try:
             supervisor.wait_until_ready(start_timeout_s)
-            on_ready(plan)
+            fields = on_ready(plan)
+            if ready_file is not None:
+                write(ready_file, fields)
             supervisor.watch()
         except _Stop:
             supervisor.drain()
@@ -163,7 +172,11 @@ def serve(
             for path in glob.glob(_shm_pattern(server_id)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-            guard.release()
+            try:
+                if ready_file is not None:
+                    withdraw(ready_file, server_id)
+            finally:
+                guard.release()
 
 
 class _Supervisor:
