@@ -257,8 +257,9 @@ class _Supervisor:
 
     def drain(self) -> None:
         """Let the requests in flight finish."""
-        self._say(f"stopping: requests in flight may finish ({EXIT_TIMEOUT_S} s); again to stop at once")
+        # Before the user is told: the next signal may come as soon as that is read.
         seen = len(self._signals)
+        self._say(f"stopping: requests in flight may finish ({EXIT_TIMEOUT_S} s); again to stop at once")
         self._server.terminate()
         # The server's own limit comes first; this one is for a server that hangs in its exit.
         deadline = time.monotonic() + EXIT_TIMEOUT_S + 10
