@@ -138,6 +138,13 @@ def test_a_taken_port_is_reported_before_anything_starts(tiny_engine: Path, take
     assert f"--{name}-port" in result.stderr
 
 
+@pytest.mark.parametrize("host", ["", "nosuch.invalid", "::1", "192.0.2.1"])
+def test_a_wrong_host_is_told_once(tiny_engine: Path, host: str) -> None:
+    result = run_cli("serve", str(tiny_engine), *port_options(free_ports(3)), "--host", host)
+    assert (result.returncode, result.stderr.count("error: ")) == (2, 1)
+    assert "use 127.0.0.1" in result.stderr
+
+
 def test_a_model_that_does_not_come_up_in_time_is_stopped(tiny_engine: Path) -> None:
     # torch alone takes longer than a second to import.
     options = [*port_options(free_ports(3)), "--start-timeout", "1"]

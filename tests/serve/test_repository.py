@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +20,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import TRTSPEC
 
+from trtspec.cli.serve import _checked_url
 from trtspec.cli.serve import generate as cli_generate
 from trtspec.engine import Sampling
 from trtspec.errors import InputError, MissingError
-from trtspec.serve.client import _inputs
+from trtspec.serve.client import _inputs, generate
 from trtspec.serve.launch import EXIT_TIMEOUT_S, load_failure, new_server_id, plain_temp_folder
 from trtspec.serve.preflight import (
     Addresses,
     base_environment,
     find_installation,
+    host_problem,
     library_problem,
     numpy_problem,
     port_problems,
     pth_problems,
     python_links,
+    resolve_host,
 )
 from trtspec.serve.protocol import (
     BOUNDS,
@@ -336,9 +344,74 @@ def test_equal_ports_are_refused() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    problems = port_problems(Addresses("192.0.2.1", 18999, 18998, 18997))
-    assert len(problems) == 3
-    assert "http port 192.0.2.1:18999 cannot be used" in problems[0]
+    assert host_problem("127.0.0.1") is None
+    assert "192.0.2.1 cannot be listened on" in str(host_problem("192.0.2.1"))
+
+
+def test_hosts_become_ipv4_addresses() -> None:
+    assert resolve_host("localhost").startswith("127.")
+    assert resolve_host("0.0.0.0") == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "nosuch.invalid", "::1", "[::1]", "a b", "a\nb", "x" * 70, "a\0b", "127.0.0.1:8000", "\udcff"],
+)
+def test_a_host_that_is_none_is_bad_input(host: str) -> None:
+    with pytest.raises(InputError, match=r"use 127\.0\.0\.1, or 0\.0\.0\.0") as caught:
+        resolve_host(host)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8001", "[::1]:1", "my_host.example:65535"])
+def test_addresses_of_servers(url: str) -> None:
+    assert _checked_url(url) == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:99999",
+        "127.0.0.1:0",
+        "127.0.0.1:\u0661",
+        "a\nb:1",
+        "a b:1",
+        ":1",
+        "a:",
+        "::1:1",
+        "http://a:1",
+    ],
+)
+def test_what_is_no_address_of_a_server(url: str) -> None:
+    with pytest.raises(InputError, match="is not host:port") as caught:
+        _checked_url(url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "found"),
+    [
+        (b"HTTP/1.0 404 no\r\n\r\n", "that is an HTTP port"),
+        (b"SSH-2.0-x\r\n", "what listens there does not speak gRPC"),
+        (b"", "what listens there does not speak gRPC"),
+    ],
+)
+def test_a_server_of_another_kind_is_not_called_absent(greeting: bytes, found: str) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # closed at the end
+                while True:
+                    caller = listener.accept()[0]
+                    with caller, contextlib.suppress(OSError):
+                        caller.sendall(greeting)
+                        caller.shutdown(socket.SHUT_WR)
+                        while caller.recv(4096):
+                            pass
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(InputError, match=found):
+            generate(f"127.0.0.1:{listener.getsockname()[1]}", "m", Generate("a"))
 
 
 @pytest.mark.triton
@@ -449,3 +522,33 @@ def test_no_server_id_begins_another() -> None:
     ids = {new_server_id() for _ in range(3)}
     assert len(ids) == 3
     assert all(one.endswith("-") for one in ids)
+
+
+# --------------------------------------------------------------------------- standard streams
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin"),
+    [
+        ([b"\xff\xfe"], b""),
+        ([b"a", b"--stop", b"\xff"], b""),
+        ([b"a", b"--model-name", b"\xff"], b""),
+        ([b"a", b"--url", b"\xff:1"], b""),
+        ([b"-"], b"ab\xff"),
+        ([], b""),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
+def test_what_is_no_text_is_refused_in_one_line(
+    arguments: list[bytes], stdin: bytes | None, locale: str
+) -> None:
+    """Arguments and standard input that are not UTF-8, an empty and a closed standard input (None)."""
+    command = [*TRTSPEC, "generate", "--url", "127.0.0.1:1", *arguments]
+    if stdin is None:
+        command = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
+    environment = {**os.environ, "LC_ALL": locale}
+    done = subprocess.run(command, input=stdin, capture_output=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1

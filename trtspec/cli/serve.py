@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import click
 from trtspec.cli.output import UserPath, json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
 from trtspec.serve.protocol import BOUNDS
+from trtspec.user_files import shown_path
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
@@ -41,6 +43,7 @@ def _number(field: str) -> _FloatRange:
     return _FloatRange(BOUNDS[field].low, BOUNDS[field].high)
 
 
+_URL = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
 _PORT = click.IntRange(1, 65535)
 _MAX_TIMEOUT_S = 1e6  # eleven days; the system's clocks take no more than some centuries
 _PING_PROMPT = "one two three, one two three, one two"  # repeats itself: something to draft from
@@ -84,12 +87,12 @@ def serve(
     """
     from trtspec.artifact import open_artifact
     from trtspec.serve import launch
-    from trtspec.serve.preflight import Addresses
+    from trtspec.serve.preflight import Addresses, resolve_host
 
     artifact = open_artifact(engine_dir)
     serving = artifact.recipe.serving
     addresses = Addresses(
-        host=host or serving.host,
+        host=resolve_host(serving.host if host is None else host),
         http_port=http_port or serving.http_port,
         grpc_port=grpc_port or serving.grpc_port,
         metrics_port=metrics_port or serving.metrics_port,
@@ -222,9 +225,11 @@ def generate(
 
 
 def _checked_url(url: str) -> str:
-    host, _, port = url.rpartition(":")
-    if not host or not port.isdigit() or "/" in url:
-        raise InputError(f"--url: {url!r} is not host:port of a gRPC server (for example 127.0.0.1:8001)")
+    match = _URL.fullmatch(url)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise InputError(
+            f"--url: {shown_path(ascii(url))} is not host:port of a gRPC server (for example 127.0.0.1:8001)"
+        )
     return url
 
 

@@ -207,10 +207,9 @@ def _error(url: str, error: Any) -> TrtspecError:
     status = (error.status() or "").removeprefix("StatusCode.")
     message = error.message() or str(error)
     if status == "UNAVAILABLE" and "connect" in message:
-        if _speaks_http(url):
-            return InputError(
-                Problem("that is an HTTP port; give the gRPC port (8001 unless the recipe says another)", url)
-            )
+        if (found := _listener(url)) is not None:
+            remedy = "give the gRPC port of a Triton server (8001 unless the recipe says another)"
+            return InputError(Problem(f"{found}; {remedy}", url))
         return MissingError(
             f"{url}: nothing answers there; start the server with trtspec serve, or check --url"
         )
@@ -225,12 +224,18 @@ def _error(url: str, error: Any) -> TrtspecError:
     return MissingError(f"{url}: {message}")
 
 
-def _speaks_http(url: str) -> bool:
+def _listener(url: str) -> str | None:
+    """What answers at ``url`` where gRPC got no connection; None if nothing does."""
     connection = http.client.HTTPConnection(url, timeout=2.0)
     try:
+        connection.connect()
+    except OSError:
+        return None
+    try:
         connection.request("GET", "/v2/health/live")
-        return connection.getresponse().version >= 10
+        connection.getresponse()
+        return "that is an HTTP port"
     except (OSError, http.client.HTTPException):
-        return False
+        return "what listens there does not speak gRPC"
     finally:
         connection.close()

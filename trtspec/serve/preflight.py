@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import process
-from trtspec.errors import MissingError, TrtspecError
+from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.user_files import shown_path
 
 DISTRIBUTION = "nvidia-pytriton"
 _INSTALL = "pip install 'trtspec[triton]'"
@@ -102,8 +103,29 @@ def find_installation() -> Installation:
     return found
 
 
+def resolve_host(host: str) -> str:
+    """The IPv4 address of ``host``: the server takes neither names nor IPv6. Raises InputError."""
+    message = "is neither an IPv4 address nor a name of one"
+    try:
+        # Through ASCII, so that what no name can be does not reach the resolver.
+        found = (
+            socket.getaddrinfo(host.encode("idna"), None, socket.AF_INET, socket.SOCK_STREAM) if host else []
+        )
+    except (OSError, ValueError):
+        found = []
+        if ":" in host:
+            message = "is not IPv4, and the server takes only that"
+    if not found:
+        message += "; use 127.0.0.1, or 0.0.0.0 for all addresses of this machine"
+        raise InputError(Problem(f"{shown_path(host) or 'an empty name'} {message}", key="host"))
+    return str(found[0][4][0])
+
+
 def check(installation: Installation, addresses: Addresses, environment: dict[str, str]) -> None:
-    """Raise MissingError with everything that would keep the server from working here."""
+    """Raise MissingError with everything that would keep the server from working here, InputError for a
+    host that is not this machine's."""
+    if problem := host_problem(addresses.host):
+        raise InputError(Problem(problem, key="host"))
     problems = [numpy_problem(_version("numpy"))]
     problems += [library_problem(path, environment) for path in (installation.server, installation.stub)]
     problems += port_problems(addresses)
@@ -157,6 +179,19 @@ def pth_problems(folders: Iterable[Path]) -> list[str]:
         for path in sorted(folder.glob("*.pth"))
         if not path.read_bytes().isascii()
     ]
+
+
+def host_problem(host: str) -> str | None:
+    """Why nothing can listen on the address ``host``, whatever the port."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            return (
+                f"{host} cannot be listened on ({error.strerror}); use 127.0.0.1, or 0.0.0.0 for all "
+                "addresses of this machine"
+            )
+    return None
 
 
 def port_problems(addresses: Addresses) -> list[str]:
