@@ -94,6 +94,9 @@ def test_what_cannot_be_written_is_found_before_the_start(
         assert (result.returncode, result.stdout) == (2, "")
         assert result.stderr.splitlines()[-1].startswith(f"error: {(tmp_path / name)}: ")
     assert (tmp_path / "pipe").is_fifo()
+    same = run_cli("serve", str(tiny_engine), "--log", str(tmp_path / "a"), "--ready-file", f"{tmp_path}/./a")
+    assert same.returncode == 2
+    assert "name the same file" in same.stderr
 
 
 def test_a_dead_model_process_ends_the_server_quickly(own_server: Server) -> None:

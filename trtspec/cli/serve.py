@@ -106,6 +106,9 @@ def serve(
         _print_plan(artifact, addresses, as_json=as_json)
         return
 
+    if log is not None and ready_file is not None and os.path.realpath(log) == os.path.realpath(ready_file):
+        raise InputError("--log and --ready-file name the same file; give each its own")
+
     def say(line: str) -> None:
         click.echo(line, err=True)
 
