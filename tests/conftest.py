@@ -9,6 +9,8 @@ from pathlib import Path
 # machine that costs a factor of 15. Must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Programs that the tests start must buffer their output as they do for most users.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
 

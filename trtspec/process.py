@@ -199,6 +199,9 @@ def run(
         reader: threading.Thread | None = None
         try:
             with _interrupts_deferred():
+                if env is None:
+                    # Or a Python child's stdout would come after its stderr, whatever was said first.
+                    env = {"PYTHONUNBUFFERED": "1", **os.environ}
                 popen = _popen(argv, env=env, cwd=cwd, output=subprocess.PIPE)
                 assert popen.stdout is not None
                 reader = threading.Thread(

@@ -114,6 +114,18 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; the messages of errors go to stderr (or, with
     ``--json``, as JSON to stdout). Never raises, except SystemExit for shell completion."""
+    try:
+        return _main(argv)
+    finally:
+        # What could not be written would be tried again by Python at exit, which then ends with 120.
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                _discard(stream)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     session = Session(
         debug=os.environ.get("TRTSPEC_DEBUG", "") not in ("", "0", "false"),
