@@ -40,7 +40,7 @@ from trtspec.user_files import explain_os_error, sync_folder, write_atomic
 _NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 # Two spinning OpenMP threads on a shared machine can be 15 times slower than two that wait.
-CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+CHILD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", **os.environ}
 
 OnProgress = Callable[[process.Progress], None]
 
