@@ -1,4 +1,7 @@
-"""Building: only what changed, nothing half done, whatever kills it."""
+"""Building: only what changed, nothing half done, whatever kills it.
+
+One file, because every test drives the same build of the same tiny model, and each in another way.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A *world* is a target and a draft law after every prefix. The emitted tokens of one step, continued by
 plain sampling from the target, must have the target's law over sequences of fixed length: to 1e-12 for the
 strict acceptors, and visibly not for each acceptor with a mistake in it.
+
+One file, because the worlds and the broken acceptors serve all three acceptance functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The model repository and the tensors in it: what clients of NVIDIA's server rely on."""
+"""The model repository and the tensors in it: what clients of NVIDIA's server rely on.
+
+One file, because requests, answers and repository are one contract: what is sent is what is declared.
+"""
 
 from __future__ import annotations
 
