@@ -208,14 +208,17 @@ class EmbeddedEngine:
             output = self._commit(rows, draft, outcome, store)
             if output is not None:
                 outputs.append(output)
+        observing = time.perf_counter()
         self._observe(plan.rows, batch, accepted, hidden, laws)
+        observed = time.perf_counter()
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(self._sequences[output.request_id])
 
         self._counters.steps += 1
         self._counters.target_rows += len(batch.tokens)
-        self._counters.draft_seconds += drafting_ended - started
+        # What a drafter computes from the round's outcome is drafting too.
+        self._counters.draft_seconds += drafting_ended - started + observed - observing
         self._counters.target_seconds += forward_ended - drafting_ended
         return outputs
 
