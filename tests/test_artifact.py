@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trtspec import artifact
+from trtspec import artifact, user_files
 from trtspec.errors import InputError
 from trtspec.recipe_file import load_recipe, recipe_digest
 
@@ -184,9 +184,9 @@ def test_source_digest_depends_on_names_and_contents(tmp_path: Path):
 
 def test_a_failed_write_leaves_the_old_content(tmp_path: Path):
     path = tmp_path / "file"
-    artifact.write_atomic(path, b"old")
+    user_files.write_atomic(path, b"old")
     with pytest.raises(TypeError):
-        artifact.write_atomic(path, "not bytes")  # type: ignore[arg-type]
+        user_files.write_atomic(path, "not bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 

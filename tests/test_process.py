@@ -289,3 +289,26 @@ def test_a_released_guard_deletes_nothing(tmp_path: Path) -> None:
     subprocess.run([PYTHON, "-c", program, str(tmp_path)], check=True, timeout=120)
     assert len(list(tmp_path.glob("left-*"))) == 2
     assert wait_until(lambda: not alive(read_pid(tmp_path / "grandchild")))
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        (InputError("bad"), 2, "error: bad"),
+        (MissingError("lacks"), 3, "error: lacks"),
+        (OSError(28, "No space left on device"), 3, "error: "),
+        (MemoryError(), 3, "error: buy more"),
+        (ZeroDivisionError(), 70, "Traceback"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (None, 0, ""),
+    ],
+)
+def test_a_child_ends_as_its_parent_reads_it(
+    failure: BaseException | None, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        if failure is not None:
+            raise failure
+
+    assert process.as_child(work, no_memory="buy more") == code
+    assert capsys.readouterr().err.startswith(said)

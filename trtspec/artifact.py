@@ -34,8 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import load_recipe, recipe_digest
-from trtspec.user_files import is_plain_name, read_user_json, shown_path, sync_folder
-from trtspec.user_files import write_atomic as write_atomic
+from trtspec.user_files import is_plain_name, read_user_json, shown_path, sync_folder, write_atomic
 
 SCHEMA = "trtspec.manifest/1"
 MANIFEST_FILE = "manifest.json"

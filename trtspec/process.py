@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from trtspec.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_MISSING, InputError, MissingError, Problem
+from trtspec.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_BUG,
+    EXIT_MISSING,
+    InputError,
+    MissingError,
+    Problem,
+    TrtspecError,
+)
 from trtspec.user_files import explain_os_error, shown_path
 
 TAIL_LINES = 30
@@ -357,6 +366,32 @@ def _end_group(popen: subprocess.Popen[str]) -> None:
 def _kill_group(group: int, signum: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signum)
+
+
+def as_child(work: Callable[[], None], *, no_memory: str) -> int:
+    """The other end of :func:`run`: do ``work``, tell an error as :func:`run` reads it, return the exit code.
+
+    ``no_memory`` says what to do when memory runs out. A bug keeps its traceback and ends with EXIT_BUG.
+    """
+    try:
+        work()
+    except TrtspecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        lacks = explain_os_error(error)
+        print(f"error: {lacks}", file=sys.stderr)
+        return lacks.exit_code
+    except MemoryError:
+        print(f"error: {no_memory}", file=sys.stderr)
+        return EXIT_MISSING
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
 
 
 def _failure(name: str, returncode: int, tail: Sequence[str]) -> InputError | MissingError:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtspec.errors import InputError, MissingError, TrtspecError
-from trtspec.folders import new_folder
+from trtspec.folders import new_folder, write_json
 from trtspec.model_source import SAMPLE_NAMES, cache_folder
 from trtspec.user_files import open_user_file, read_user_json, shown_path
 
@@ -194,7 +194,7 @@ def _write_manifest(sample: _Sample, folder: Path) -> None:
         "gguf_sha256": sample.gguf_sha256,
         "files": files,
     }
-    _write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, manifest)
 
 
 # --------------------------------------------------------------------------- conversion
@@ -309,7 +309,7 @@ def _write_config(field: Callable[[str], Any], folder: Path) -> None:
 
     theta = number("llama.rope.freq_base")
     hidden, heads = field("llama.embedding_length"), field("llama.attention.head_count")
-    _write_json(
+    write_json(
         folder / "config.json",
         {
             "architectures": ["LlamaForCausalLM"],
@@ -340,7 +340,7 @@ def _write_config(field: Callable[[str], Any], folder: Path) -> None:
             "pad_token_id": field("tokenizer.ggml.padding_token_id"),
         },
     )
-    _write_json(
+    write_json(
         folder / "generation_config.json",
         {
             "bos_token_id": field("tokenizer.ggml.bos_token_id"),
@@ -378,7 +378,7 @@ def _write_tokenizer(field: Callable[[str], Any], folder: Path) -> None:
 
     template = field("tokenizer.chat_template")
     eos = tokens[field("tokenizer.ggml.eos_token_id")]
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -397,7 +397,3 @@ def _write_tokenizer(field: Callable[[str], Any], folder: Path) -> None:
         },
     )
     (folder / "chat_template.jinja").write_text(template)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

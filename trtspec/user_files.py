@@ -196,11 +196,8 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True) -> None:
                 while rest:
                     rest = rest[stream.write(rest) :]
             return
-        path = Path(os.path.realpath(path))
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    # Not derived from the name: that may be as long as a name can be.
-    descriptor, temporary = tempfile.mkstemp(prefix=".trtspec-", suffix=".tmp", dir=path.parent)
+        path = _replaceable(path)
+    descriptor, temporary = _temporary_beside(path)
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
@@ -217,6 +214,19 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True) -> None:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def _replaceable(path: Path) -> Path:
+    """What ``path`` leads to, for a file to be put there; IsADirectoryError if that is a folder."""
+    path = Path(os.path.realpath(path))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return path
+
+
+def _temporary_beside(path: Path) -> tuple[int, str]:
+    """A new file in the same folder, open. Not named after ``path``: that may be as long as a name can be."""
+    return tempfile.mkstemp(prefix=".trtspec-", suffix=".tmp", dir=path.parent)
 
 
 def _is_special(path: Path) -> bool:
@@ -262,10 +272,7 @@ def check_writable(path: Path) -> None:
     try:
         if _is_special(path):
             return
-        path = Path(os.path.realpath(path))
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        descriptor, temporary = tempfile.mkstemp(prefix=".trtspec-", suffix=".tmp", dir=path.parent)
+        descriptor, temporary = _temporary_beside(_replaceable(path))
         os.close(descriptor)
         os.unlink(temporary)
     except OSError as error:

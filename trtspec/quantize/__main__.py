@@ -12,14 +12,14 @@ import json
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
-from trtspec.errors import EXIT_BUG, EXIT_MISSING, InputError, Problem, TrtspecError
+from trtspec.errors import InputError, Problem
+from trtspec.process import as_child
 from trtspec.quantize import quantize
 from trtspec.recipe import Quantization
 from trtspec.recipe_file import parse_section
-from trtspec.user_files import explain_os_error, parse_json
+from trtspec.user_files import parse_json
 
 
 def parse_quantization(text: str) -> Quantization:
@@ -48,32 +48,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args(argv)
-    try:
-        quantize(
-            arguments.model,
-            arguments.out,
-            parse_quantization(arguments.quantization),
-            progress=_print_progress,
-            say=lambda line: print(line, flush=True),
-            device=arguments.device,
-        )
-    except TrtspecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        lacks = explain_os_error(error)
-        print(f"error: {lacks}", file=sys.stderr)
-        return lacks.exit_code
-    except MemoryError:
-        print("error: not enough memory; free some, or quantize on a larger machine", file=sys.stderr)
-        return EXIT_MISSING
-    except Exception:
-        traceback.print_exc()
-        return EXIT_BUG
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    remedy = "not enough memory; free some, or quantize on a larger machine"
+    return as_child(lambda: _quantize(arguments), no_memory=remedy)
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    quantize(
+        arguments.model,
+        arguments.out,
+        parse_quantization(arguments.quantization),
+        progress=_print_progress,
+        say=lambda line: print(line, flush=True),
+        device=arguments.device,
+    )
 
 
 if __name__ == "__main__":

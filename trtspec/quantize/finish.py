@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from trtspec.folders import write_json
 from trtspec.modelspec import CONFIG, GENERATION_CONFIG, QUANT_CONFIG, ModelSpec
 from trtspec.tensor_headers import INDEX_FILE, TensorHeader
 
@@ -60,7 +61,7 @@ def finish(
         quantization_config = _add_int8_kv(export, quantization_config)
     config = portable_config(json.loads((source / CONFIG).read_text()), spec)
     config["quantization_config"] = quantization_config
-    _write_json(export / CONFIG, config)
+    write_json(export / CONFIG, config)
     for name in COPIED_FILES:
         (export / name).unlink(missing_ok=True)
         if (source / name).is_file():
@@ -127,7 +128,7 @@ def _write_index(export: Path, paths: list[Path]) -> None:
         with safe_open(path, framework="pt") as file:
             weight_map |= dict.fromkeys(file.keys(), path.name)
     total = sum(path.stat().st_size for path in paths)
-    _write_json(export / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(export / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _add_int8_kv(export: Path, quantization_config: dict[str, Any] | None) -> dict[str, Any]:
@@ -140,11 +141,7 @@ def _add_int8_kv(export: Path, quantization_config: dict[str, Any] | None) -> di
     else:  # nothing but the KV cache is quantized, so the exporter saw a plain model
         value = {"producer": producer, "quantization": {"quant_algo": None, "exclude_modules": []}}
     value["quantization"]["kv_cache_quant_algo"] = "INT8"
-    _write_json(path, value)
+    write_json(path, value)
     config = dict(quantization_config or {"producer": producer, "quant_method": "modelopt"})
     config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "int"}
     return config
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

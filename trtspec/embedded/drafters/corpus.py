@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trtspec.errors import EXIT_MISSING, InputError, Problem, TrtspecError
+from trtspec.errors import InputError, Problem
+from trtspec.process import as_child
 from trtspec.text import Tokenizer
-from trtspec.user_files import explain_os_error, parse_json, read_user_text
+from trtspec.user_files import parse_json, read_user_text
 
 SORT_DEPTH = 16
 """Tokens by which places are sorted, and so the longest suffix that can be looked up."""
@@ -274,28 +275,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--min-ngram", type=int, default=1)
     parser.add_argument("--min-count", type=int, default=1)
     options = parser.parse_args(argv)
-    try:
-        tokenizer = Tokenizer.load(options.tokenizer)
-        texts = read_corpus(options.data, tokenizer)
-        corpus = build_corpus(
-            texts,
-            options.out,
-            vocab_size=tokenizer.vocab_size,
-            min_ngram=options.min_ngram,
-            min_count=options.min_count,
-        )
-    except TrtspecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        lacks = explain_os_error(error)
-        print(f"error: {lacks}", file=sys.stderr)
-        return lacks.exit_code
-    except MemoryError:
-        print("error: not enough memory to sort the corpus; give less text", file=sys.stderr)
-        return EXIT_MISSING
+    return as_child(lambda: _build(options), no_memory="not enough memory to sort the corpus; give less text")
+
+
+def _build(options: argparse.Namespace) -> None:
+    tokenizer = Tokenizer.load(options.tokenizer)
+    texts = read_corpus(options.data, tokenizer)
+    corpus = build_corpus(
+        texts,
+        options.out,
+        vocab_size=tokenizer.vocab_size,
+        min_ngram=options.min_ngram,
+        min_count=options.min_count,
+    )
     print(f"{len(texts)} texts, {len(corpus)} places")
-    return 0
 
 
 if __name__ == "__main__":
