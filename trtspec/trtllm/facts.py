@@ -135,7 +135,7 @@ class Facts:
 
     def _check_speculative(self, value: Mapping[str, Any], path: str) -> list[str]:
         kind = value.get("decoding_type")
-        if kind not in self.decoding_types:
+        if not isinstance(kind, str) or kind not in self.decoding_types:
             known = ", ".join(sorted(self.decoding_types))
             return [f"{path}.decoding_type: found {kind!r}; TensorRT-LLM {self.version} allows: {known}"]
         return self.check_keys(self.decoding_types[kind], value, path)
