@@ -236,7 +236,6 @@ def test_a_gpu_backend_is_an_honest_no():
 @pytest.mark.parametrize(
     ("extra", "key"),
     [
-        ("acceptance: {kind: typical}\ngates: {lossless: false}", "acceptance.kind"),
         ("quantization: {kind: nvfp4}", "quantization.kind"),
         ("parallel: {tp: 2}", "parallel"),
     ],

@@ -91,7 +91,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("speculation-backend", {**PYT, "speculation": {"kind": "lookahead"}}, {"speculation": NGRAM}, "speculation.kind"),
     ("speculation-backend", {**PYT, "speculation": EAGLE}, {"speculation": EAGLE3}, "speculation.kind"),
     ("speculation-backend", {**TRT, "speculation": EAGLE3}, PYT, "speculation.kind"),
-    ("embedded-not-yet", {"speculation": NGRAM, "acceptance": {"kind": "typical"}, "gates": {"lossless": False}}, {"acceptance": {"kind": "rejection"}}, "acceptance.kind"),
+    ("acceptance-approximate", {"speculation": NGRAM, "acceptance": {"kind": "typical"}, "gates": {"lossless": False}}, {"acceptance": {"kind": "rejection"}}, "acceptance.kind"),
     ("acceptance-backend", {**TRT, "speculation": MEDUSA, "acceptance": {"kind": "rejection"}}, {"acceptance": {"kind": "exact"}}, "acceptance.kind"),
     ("acceptance-backend", {**TRT, "speculation": NGRAM, "acceptance": {"kind": "rejection"}}, {"speculation": DRAFT}, "acceptance.kind"),
     ("acceptance-backend", {**PYT, "speculation": EAGLE3, "acceptance": {"kind": "typical"}, "gates": {"lossless": False}}, {"acceptance": {"kind": "exact"}}, "acceptance.kind"),

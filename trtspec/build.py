@@ -34,6 +34,7 @@ from trtspec.errors import EXIT_GATE_FAILED, InputError, MissingError, Problem
 from trtspec.model_check import check_weight_values
 from trtspec.modelspec import check_weight_files, read_modelspec
 from trtspec.plan import ENGINES_DIR, LOG_FILE, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
+from trtspec.recipe_facts import Fidelity, fidelity
 from trtspec.recipe_file import recipe_digest
 from trtspec.user_files import explain_os_error, sync_folder, write_atomic
 
@@ -58,6 +59,8 @@ class Built:
     seconds: float
     warnings: tuple[str, ...] = ()
     """What quantizing did not do as asked, such as fewer calibration texts than wanted."""
+    fidelity: Fidelity = "strict"
+    """What the recipe's acceptance does to sampled output."""
 
 
 def build(
@@ -88,7 +91,7 @@ def build(
             previous = None if force else _previous(plan, check, say)
             if previous is not None and _is_current(plan, previous):
                 seconds = time.monotonic() - began
-                return Built(plan.folder, previous, True, (), seconds, _warnings(plan))
+                return Built(plan.folder, previous, True, (), seconds, _warnings(plan), fidelity(plan.recipe))
             if force and plan.work.exists():
                 shutil.rmtree(plan.work)
             with _tidied(plan):
@@ -96,7 +99,8 @@ def build(
             manifest = _seal(plan, records, known)
             swap.swap_in(plan.work, plan.folder, say)
     reused = tuple(record.name for record in records if record.reused)
-    return Built(plan.folder, manifest, False, reused, time.monotonic() - began, _warnings(plan))
+    seconds = time.monotonic() - began
+    return Built(plan.folder, manifest, False, reused, seconds, _warnings(plan), fidelity(plan.recipe))
 
 
 def _warnings(plan: Plan) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from trtspec.recipe import (
     Quantization,
     Recipe,
 )
-from trtspec.recipe_facts import EMBEDDED_ACCEPTANCE, EMBEDDED_SPECULATION
+from trtspec.recipe_facts import EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
 from trtspec.user_files import open_user_file, user_path
@@ -138,21 +138,16 @@ def is_quantized(quantization: Quantization) -> bool:
 
 def refuse_unsupported(recipe: Recipe, file: str | None = None) -> None:
     """Raise what keeps this version from building the recipe: MissingError for a GPU backend, InputError
-    with every key that the embedded engine does not run yet. What no version can run, the recipe's rules
-    have refused before."""
+    for drafting that the embedded engine does not run. What no version can run, the recipe's rules have
+    refused before."""
     backend = recipe.backend
     if not isinstance(backend, EmbeddedBackend):
         raise MissingError(gpu_backend_message(backend.kind))
-    problems = []
-    for section, kind, runs in (
-        ("speculation", recipe.speculation.kind, EMBEDDED_SPECULATION),
-        ("acceptance", recipe.acceptance.kind, EMBEDDED_ACCEPTANCE),
-    ):
-        if kind not in runs:
-            message = f"{kind}: the embedded engine of this version does not run it; use {' or '.join(runs)}"
-            problems.append(Problem(message, file=file, key=f"{section}.kind"))
-    if problems:
-        raise InputError(problems)
+    kind = recipe.speculation.kind
+    if kind not in EMBEDDED_SPECULATION:
+        runs = " or ".join(EMBEDDED_SPECULATION)
+        message = f"{kind}: the embedded engine of this version does not run it; use {runs}"
+        raise InputError(Problem(message, file=file, key="speculation.kind"))
 
 
 def model_files(folder: Path) -> list[Path]:

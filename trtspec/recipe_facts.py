@@ -5,16 +5,21 @@ They hold for the TensorRT-LLM versions that a recipe can name: engines 0.17 to 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from trtspec.recipe import (
     Eagle3Speculation,
     EagleSpeculation,
+    ExactAcceptance,
     LookaheadSpeculation,
     MedusaSpeculation,
     NoSpeculation,
     PytorchBackend,
     Recipe,
+    RejectionAcceptance,
     Speculation,
     TensorrtBackend,
+    TypicalAcceptance,
 )
 from trtspec.versions import parse_range
 
@@ -26,8 +31,8 @@ SPECULATION_ON = {
 
 EMBEDDED_SPECULATION = ("none", "ngram", "lookahead", "draft_model", "medusa", "eagle", "eagle3")
 """Methods that the embedded engine runs today; build refuses the others there."""
-EMBEDDED_ACCEPTANCE = ("exact", "rejection")
-"""Acceptance kinds that the embedded engine runs today."""
+Fidelity = Literal["strict", "approximate"]
+"""*strict*: whatever is drafted, the output law is the target's. *approximate*: it is not."""
 
 ACCEPTANCE_ON = {
     "tensorrt": {
@@ -56,6 +61,27 @@ CONCURRENCY_VERSIONS = {
 one-model path of EAGLE-3 with TensorRT-LLM pull request 10860."""
 MEDUSA_DEFAULT_NODES = 63
 """Paths of the default Medusa tree of TensorRT-LLM (mc_sim_7b_63)."""
+
+
+def fidelity(recipe: Recipe) -> Fidelity:
+    """What the recipe's way of accepting drafts does to sampled output: the label that every verb prints.
+
+    Derived wherever it is shown and stored nowhere, so a recipe cannot be labelled otherwise than it runs.
+    """
+    if isinstance(recipe.speculation, NoSpeculation):
+        return "strict"
+    match recipe.acceptance:
+        case ExactAcceptance() | RejectionAcceptance():
+            return "strict"
+        case TypicalAcceptance():
+            return "approximate"
+
+
+def describe_acceptance(recipe: Recipe) -> str:
+    """``typical acceptance (approximate)``; ``no speculation`` where nothing is drafted."""
+    if isinstance(recipe.speculation, NoSpeculation):
+        return "no speculation"
+    return f"{recipe.acceptance.kind} acceptance ({fidelity(recipe)})"
 
 
 def drafted_positions(speculation: Speculation) -> int:

@@ -33,11 +33,10 @@ from trtspec.recipe_facts import (
     ACCEPTANCE_ON,
     BACKEND_VERSIONS,
     CONCURRENCY_VERSIONS,
-    EMBEDDED_ACCEPTANCE,
-    EMBEDDED_SPECULATION,
     REJECTION_VERSIONS,
     SPECULATION_ON,
     drafted_positions,
+    fidelity,
     longest_acceptance,
     paged_context_off,
     tree_nodes,
@@ -298,24 +297,6 @@ def _method_on_backend(recipe: Recipe) -> Iterator[Finding]:
     yield ("speculation", "kind"), f"found {method}; allowed on {backend}: {', '.join(allowed)}; {remedy}"
 
 
-def _method_embedded(recipe: Recipe) -> Iterator[Finding]:
-    """The recipe is fine, the embedded engine cannot run it yet; another backend may."""
-    if recipe.backend.kind != "embedded":
-        return
-    if recipe.speculation.kind not in EMBEDDED_SPECULATION:
-        yield (
-            ("speculation", "kind"),
-            f"the embedded engine does not run {recipe.speculation.kind} yet, build will refuse; "
-            f"it runs: {', '.join(EMBEDDED_SPECULATION)}",
-        )
-    if recipe.acceptance.kind not in EMBEDDED_ACCEPTANCE and recipe.speculation.kind != "none":
-        yield (
-            ("acceptance", "kind"),
-            f"the embedded engine does not run {recipe.acceptance.kind} yet, build will refuse; "
-            f"it runs: {', '.join(EMBEDDED_ACCEPTANCE)}",
-        )
-
-
 def _acceptance_on_backend(recipe: Recipe) -> Iterator[Finding]:
     """Engines accept greedily, EAGLE engines also by typical acceptance, a draft model's logits also by
     rejection; the PyTorch backend compares tokens, and rejects by probability from 1.3 on.
@@ -350,6 +331,16 @@ def _typical_lossless(recipe: Recipe) -> Iterator[Finding]:
             ("gates", "lossless"),
             "found true with acceptance kind: typical, which changes the output; "
             "write false, or acceptance kind: exact",
+        )
+
+
+def _approximate(recipe: Recipe) -> Iterator[Finding]:
+    """Approximate acceptance is a choice; it should be one that was seen. Greedy requests stay exact."""
+    if fidelity(recipe) == "approximate":
+        yield (
+            ("acceptance", "kind"),
+            f"{recipe.acceptance.kind} is approximate: sampled output is not the target's law; verify gates "
+            "its quality instead of calling it lossless",
         )
 
 
@@ -634,8 +625,8 @@ _TABLE = (
     _rule("quantization-medusa-heads", "warning", "backend speculation", _quantized_medusa_heads),
     _rule("backend-multiple-profiles", "warning", "backend quantization", _multiple_profiles),
     _rule("speculation-backend", "error", "backend speculation", _method_on_backend),
-    _rule("embedded-not-yet", "warning", "backend speculation acceptance", _method_embedded),
     _rule("acceptance-backend", "error", "backend speculation acceptance", _acceptance_on_backend),
+    _rule("acceptance-approximate", "warning", "acceptance speculation", _approximate),
     _rule("acceptance-typical-lossless", "error", "acceptance speculation gates", _typical_lossless),
     _rule("speculation-ngram-order", "error", "speculation", _ngram_order),
     _rule("speculation-ngram-embedded", "error", "backend speculation", _ngram_sources),

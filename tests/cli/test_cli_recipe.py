@@ -18,7 +18,7 @@ from trtspec.recipe_model import MODEL_RULES
 from trtspec.recipe_rules import RULES
 
 TYPICAL = HEAD + "acceptance: {kind: typical}\nspeculation: {kind: ngram}\ngates: {lossless: false}\n"
-"""Valid, with one warning: build refuses it for now."""
+"""Valid, with one warning: approximate."""
 
 Capture = pytest.CaptureFixture[str]
 
@@ -61,8 +61,8 @@ def test_warnings_do_not_fail(capsys: Capture) -> None:
     Path("r.yaml").write_text(TYPICAL)
     assert main(["lint", "r.yaml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("r.yaml:5: warning: acceptance.kind: the embedded engine does not run typical yet")
-    assert out.splitlines()[0].endswith("[embedded-not-yet]")
+    assert out.startswith("r.yaml:5: warning: acceptance.kind: typical is approximate: sampled output is not")
+    assert out.splitlines()[0].endswith("[acceptance-approximate]")
     assert len(out.splitlines()) == 2
 
 

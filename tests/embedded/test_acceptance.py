@@ -14,16 +14,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import get_args
 
 import pytest
 import torch
 from branches import law_of
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from trtspec.embedded import opening
 from trtspec.embedded.acceptance import Accepted, exact, rejection, typical
 from trtspec.embedded.sampling import Draw, TargetLaw, generator_draw
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft, chain, depths, path_to, truncate
 from trtspec.engine import Sampling
+from trtspec.recipe import Acceptance, ExactAcceptance, RejectionAcceptance, TypicalAcceptance
+from trtspec.recipe_facts import fidelity
+from trtspec.recipe_file import parse_recipe
 
 Accept = Callable[[Draft, TargetLaw, Draw], Accepted]
 Propose = Callable[[Draw], Draft]
@@ -596,3 +602,48 @@ class TestTypical:
             law = world.law(draft)
             draw = generator_draw(0)
             assert typical(draft, law, draw, 0.3, 0.09) == exact(draft, law, draw)
+
+
+# --------------------------------------------------------------------------- labels
+
+
+def accept_of(kind: str) -> Accept:
+    """What the engine runs for a recipe with this kind of acceptance."""
+    return opening._acceptance(TypeAdapter(Acceptance).validate_python({"kind": kind}))
+
+
+def label_of(kind: str) -> str:
+    text = "version: 1\nname: x\nmodel: {source: m}\nbackend: {kind: embedded}\nspeculation: {kind: ngram}\n"
+    gates = "gates: {lossless: false}\n" if kind == "typical" else ""
+    return fidelity(parse_recipe(f"{text}acceptance: {{kind: {kind}}}\n{gates}"))
+
+
+def wrong_labels(label: Callable[[str], str], accept: Callable[[str], Accept] = accept_of) -> list[str]:
+    """The kinds of acceptance whose exact output law does not bear out their label."""
+    wrong = []
+    for kind in ("exact", "rejection", "typical"):
+        worlds = [World(3, seed) for seed in range(4)]
+        bias = max(
+            deviation(world, emitted_law(world, fixed(random_points(3, TREE_5, seed)), accept(kind)))
+            for seed, world in enumerate(worlds)
+        )
+        if (label(kind) == "strict") != (bias < STRICT):
+            wrong.append(kind)
+    return wrong
+
+
+class TestLabels:
+    def test_a_label_says_what_the_law_is(self) -> None:
+        assert get_args(get_args(Acceptance)[0]) == (ExactAcceptance, RejectionAcceptance, TypicalAcceptance)
+        assert wrong_labels(label_of) == []
+
+    def test_typical_labelled_strict_is_caught(self) -> None:
+        assert wrong_labels(lambda kind: "strict") == ["typical"]
+        assert wrong_labels(lambda kind: "approximate") == ["exact", "rejection"]
+
+    def test_typical_run_where_strict_is_said_is_caught(self) -> None:
+        assert wrong_labels(label_of, lambda kind: accept_of("typical")) == ["exact", "rejection"]
+
+    def test_without_speculation_any_acceptance_is_strict(self) -> None:
+        text = "version: 1\nname: x\nmodel: {source: m}\nbackend: {kind: embedded}\n"
+        assert fidelity(parse_recipe(text + "acceptance: {kind: typical}\n")) == "strict"

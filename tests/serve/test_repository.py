@@ -65,7 +65,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "config.pbtxt"
 
 
 def test_golden_config() -> None:
-    files = render("tensorrt_llm", Path("/engines/demo"), "demo", "sha256:0")
+    files = render("tensorrt_llm", Path("/engines/demo"), "demo", "sha256:0", "exact acceptance (strict)")
     assert sorted(files) == ["tensorrt_llm/1/model.py", "tensorrt_llm/config.pbtxt"]
     assert files["tensorrt_llm/config.pbtxt"].decode() == GOLDEN.read_text()
 
@@ -75,7 +75,7 @@ def test_config_reads_back_as_what_triton_must_do() -> None:
     from tritonclient.grpc import model_config_pb2
 
     folder = Path('/engines/an odd "name"\\')
-    text = render("m", folder, "demo", "sha256:0")["m/config.pbtxt"].decode()
+    text = render("m", folder, "demo", "sha256:0", "exact acceptance (strict)")["m/config.pbtxt"].decode()
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 0)
     assert config.model_transaction_policy.decoupled
@@ -88,7 +88,7 @@ def test_config_reads_back_as_what_triton_must_do() -> None:
 
 
 def test_model_file_only_imports_the_package() -> None:
-    source = render("m", Path("/e"), "e", "sha256:0")["m/1/model.py"].decode()
+    source = render("m", Path("/e"), "e", "sha256:0", "x")["m/1/model.py"].decode()
     compile(source, "model.py", "exec")
     assert "from trtspec.serve.triton_model import TritonPythonModel" in source
 

@@ -82,6 +82,7 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
     if as_json:
         fields = {
             "engine": str(built.folder),
+            "fidelity": built.fidelity,
             "up_to_date": built.up_to_date,
             "reused": list(built.reused),
             "seconds": round(built.seconds, 3),
@@ -94,10 +95,13 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
     else:
         size = sum(record.size for record in built.manifest.files.values())
         note = f", {', '.join(built.reused)} re-used" if built.reused else ""
+        note += "; acceptance is approximate" if built.fidelity == "approximate" else ""
         click.echo(f"{built.folder}: {human_bytes(size)}, built in {human_seconds(built.seconds)}{note}")
 
 
 def _plan_fields(plan: Plan, reused: tuple[str, ...]) -> dict[str, Any]:
+    from trtspec.recipe_facts import fidelity
+
     steps = [
         {
             "name": step.name,
@@ -109,10 +113,20 @@ def _plan_fields(plan: Plan, reused: tuple[str, ...]) -> dict[str, Any]:
         }
         for step in plan.steps
     ]
-    return {"dry_run": True, "engine": str(plan.folder), "work": str(plan.work), "steps": steps}
+    return {
+        "dry_run": True,
+        "engine": str(plan.folder),
+        "work": str(plan.work),
+        "fidelity": fidelity(plan.recipe),
+        "steps": steps,
+    }
 
 
 def _print_plan(plan: Plan, reused: tuple[str, ...]) -> None:
+    from trtspec.recipe_facts import describe_acceptance
+
+    if plan.recipe.speculation.kind != "none":
+        click.echo(f"drafting: {plan.recipe.speculation.kind}, {describe_acceptance(plan.recipe)}")
     if len(reused) == len(plan.steps):
         click.echo(f"{plan.folder} is up to date: nothing would be done; --force does all of this again")
     for step in plan.steps:
@@ -313,11 +327,15 @@ def list_engines(engines_dir: Path, as_json: bool) -> None:
 
 
 def _summary(artifact: Artifact) -> str:
-    """``embedded bfloat16, w4a16_awq (groups of 64), KV cache fp8, ngram``"""
+    """``embedded bfloat16, w4a16_awq (groups of 64), KV cache fp8, ngram``; how drafts are accepted is said
+    where that changes the output law."""
     from trtspec.plan import describe_quantization
+    from trtspec.recipe_facts import describe_acceptance, fidelity
 
     recipe = artifact.recipe
     drafting = "no speculation" if recipe.speculation.kind == "none" else recipe.speculation.kind
+    if fidelity(recipe) == "approximate":
+        drafting += f", {describe_acceptance(recipe)}"
     backend = f"{recipe.backend.kind} {recipe.backend.dtype}"
     return ", ".join([backend, describe_quantization(recipe.quantization), drafting])
 
@@ -337,6 +355,7 @@ def _age(created: str) -> str:
 def inspect(engine: Path, check: bool, as_json: bool) -> int:
     """Show what an engine holds: recipe, sizes, quantization error by layer, digests, versions."""
     from trtspec.artifact import file_problems, open_artifact, read_manifest
+    from trtspec.recipe_facts import fidelity
 
     problems: list[Problem] = []
     if check:
@@ -363,6 +382,7 @@ def inspect(engine: Path, check: bool, as_json: bool) -> int:
             "hashes_checked": check,
             "size_bytes": artifact.size_bytes,
             "recipe": artifact.recipe.model_dump(mode="json"),
+            "fidelity": fidelity(artifact.recipe),
             "quantization": quantization,
             "manifest": artifact.manifest.model_dump(mode="json", by_alias=True),
         }

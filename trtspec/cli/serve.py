@@ -86,11 +86,15 @@ def serve(
     lets requests in flight finish, the second stops at once.
     """
     from trtspec.artifact import open_artifact
+    from trtspec.recipe_facts import describe_acceptance, fidelity
     from trtspec.serve import launch
     from trtspec.serve.preflight import Addresses, resolve_host
 
     artifact = open_artifact(engine_dir)
     serving = artifact.recipe.serving
+    drafting = describe_acceptance(artifact.recipe)
+    if artifact.recipe.speculation.kind != "none":
+        drafting = f"{artifact.recipe.speculation.kind}, {drafting}"
     addresses = Addresses(
         host=resolve_host(serving.host if host is None else host),
         http_port=http_port or serving.http_port,
@@ -114,12 +118,12 @@ def serve(
 
     def on_ready(plan: Plan) -> dict[str, Any]:
         finished = _ping(plan)
-        fields = _ready_fields(plan, finished)
+        fields = {**_ready_fields(plan, finished), "fidelity": fidelity(artifact.recipe)}
         if as_json:
             print_json("serve", fields)
             sys.stdout.flush()
         else:
-            _print_ready(plan, finished)
+            _print_ready(plan, finished, drafting)
         return fields
 
     say(f"starting Triton for {artifact.recipe.name} ...")
@@ -179,7 +183,7 @@ def generate(
     PROMPT - (or none) reads standard input. With --engine the prompt becomes a user's message in the
     model's chat template, if it has one; without, or with --raw, it is sent as it is.
     """
-    from trtspec.serve.client import Finished, check_engine, stream
+    from trtspec.serve.client import Finished, check_engine, served_acceptance, stream
     from trtspec.serve.protocol import Generate
 
     if prompt is None or prompt == "-":
@@ -221,7 +225,8 @@ def generate(
     with contextlib.closing(answer) as pieces:
         for piece in pieces:
             if isinstance(piece, Finished):
-                _print_finished(piece, stats=stats, as_json=as_json)
+                label = served_acceptance(url, model_name, idle_timeout) if stats or as_json else None
+                _print_finished(piece, label, stats=stats, as_json=as_json)
             elif not as_json:
                 click.echo(piece, nl=False)
                 sys.stdout.flush()
@@ -236,7 +241,7 @@ def _checked_url(url: str) -> str:
     return url
 
 
-def _print_finished(finished: Finished, *, stats: bool, as_json: bool) -> None:
+def _print_finished(finished: Finished, acceptance: str | None, *, stats: bool, as_json: bool) -> None:
     if as_json:
         fields: dict[str, Any] = {
             "text": finished.text,
@@ -244,13 +249,15 @@ def _print_finished(finished: Finished, *, stats: bool, as_json: bool) -> None:
             "stop_reason": finished.stop_reason,
             "ttft_ms": finished.ttft_ms,
             "tpot_ms": finished.tpot_ms,
+            "acceptance": acceptance,
             **finished.statistics,
         }
         print_json("generate", fields)
         return
     click.echo()
     if stats:
-        click.echo(_statistics_line(finished), err=True)
+        label = "" if acceptance is None else f", {acceptance}"
+        click.echo(_statistics_line(finished) + label, err=True)
 
 
 def _statistics_line(finished: Finished) -> str:
@@ -299,7 +306,7 @@ def _ready_fields(plan: Plan, finished: Finished) -> dict[str, Any]:
     }
 
 
-def _print_ready(plan: Plan, finished: Finished) -> None:
+def _print_ready(plan: Plan, finished: Finished, drafting: str) -> None:
     fields = _ready_fields(plan, finished)
     curl = "curl -s -H 'Content-Type: application/json'"
     model_url = f"{fields['http']}/v2/models/{plan.model_name}"
@@ -307,6 +314,7 @@ def _print_ready(plan: Plan, finished: Finished) -> None:
     streamed = '"streaming": true, "text_delta": true'
     for line in (
         f"ready: model {plan.model_name}",
+        f"  drafting {drafting}",
         f"  http     {fields['http']}",
         f"  grpc     {fields['grpc']}",
         f"  metrics  {fields['metrics']}",

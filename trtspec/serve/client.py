@@ -15,7 +15,7 @@ from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 from trtspec.serve.protocol import INPUTS, Generate, tensors
-from trtspec.serve.repository import ENGINE_NAME, RECIPE_DIGEST
+from trtspec.serve.repository import ACCEPTANCE, ENGINE_NAME, RECIPE_DIGEST
 
 IDLE_TIMEOUT_S = 120.0
 _STATISTICS = {
@@ -143,14 +143,7 @@ def check_engine(url: str, model_name: str, engine_name: str, recipe_digest: str
     Ports are easily those of another engine's server, whose answers look right. Raises InputError then, and
     when the server does not say what it serves; MissingError when it is not there.
     """
-    import tritonclient.grpc as triton
-
-    with contextlib.closing(triton.InferenceServerClient(url)) as client:
-        try:
-            config = client.get_model_config(model_name, client_timeout=timeout_s).config
-        except triton.InferenceServerException as error:
-            raise _error(url, error) from None
-    found = {key: parameter.string_value for key, parameter in config.parameters.items()}
+    found = _parameters(url, model_name, timeout_s)
     if RECIPE_DIGEST not in found:
         message = (
             f"model {model_name} there does not say which engine it serves; leave --engine out to ask it"
@@ -161,6 +154,24 @@ def check_engine(url: str, model_name: str, engine_name: str, recipe_digest: str
         what = f"serves {served}" if served != engine_name else f"serves {served} of another recipe"
         message = f"{what}, not the engine given; start its server, or give the --url of it"
         raise InputError(Problem(message, file=url))
+
+
+def served_acceptance(url: str, model_name: str, timeout_s: float) -> str | None:
+    """How the server at ``url`` accepts drafts, ``typical acceptance (approximate)``; None if it does not say.
+    Raises MissingError when it is not there."""
+    return _parameters(url, model_name, timeout_s).get(ACCEPTANCE)
+
+
+def _parameters(url: str, model_name: str, timeout_s: float) -> dict[str, str]:
+    """The parameters of the served model's configuration."""
+    import tritonclient.grpc as triton
+
+    with contextlib.closing(triton.InferenceServerClient(url)) as client:
+        try:
+            config = client.get_model_config(model_name, client_timeout=timeout_s).config
+        except triton.InferenceServerException as error:
+            raise _error(url, error) from None
+    return {key: parameter.string_value for key, parameter in config.parameters.items()}
 
 
 def _inputs(request: Generate) -> list[Any]:

@@ -30,6 +30,7 @@ from trtspec.artifact import Artifact
 from trtspec.backends import gpu_backend_message
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.recipe import EmbeddedBackend
+from trtspec.recipe_facts import describe_acceptance
 from trtspec.serve.preflight import (
     Addresses,
     Installation,
@@ -105,7 +106,11 @@ def make_plan(
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
     )
     repository = render(
-        recipe.serving.model_name, runtime / _ENGINE_LINK, recipe.name, artifact.manifest.recipe_digest
+        recipe.serving.model_name,
+        runtime / _ENGINE_LINK,
+        recipe.name,
+        artifact.manifest.recipe_digest,
+        describe_acceptance(recipe),
     )
     return Plan(
         files={
