@@ -136,7 +136,11 @@ def _fired(data: dict[str, Any]) -> dict[str, list[str]]:
     """Rule -> keys it blames. Nothing but rules may speak: the cases are valid for the schema."""
     result = lint_content(dump_plain(data), "f")
     fired: dict[str, list[str]] = {}
-    for problems, severity in ((result.errors, "error"), (result.warnings, "warning")):
+    for problems, severity in (
+        (result.errors, "error"),
+        (result.warnings, "warning"),
+        (result.notes, "note"),
+    ):
         for problem in problems:
             rule = problem.message.rsplit("[", 1)[-1].rstrip("]")
             assert rule in RULES, problem

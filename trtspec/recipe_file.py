@@ -52,7 +52,8 @@ _PATTERN_WORDS = {
 class Lint:
     """What is to be said about one recipe file; ``recipe`` is None exactly when there are ``errors``.
 
-    ``notes`` say what could not be checked because the model is not on this machine."""
+    ``notes`` say what could not be checked because the model is not on this machine, and what a choice of
+    the recipe means."""
 
     file: str
     recipe: Recipe | None
@@ -195,7 +196,13 @@ def _apply_rules(
     for rule in rules.values():
         if not broken.intersection(rule.reads):
             found = [_problem(document, finding, rule.id) for finding in rule.check(*arguments)]
-            (document.problems if rule.severity == "error" else document.warnings).extend(found)
+            match rule.severity:
+                case "error":
+                    document.problems += found
+                case "warning":
+                    document.warnings += found
+                case "note":
+                    document.notes += found
 
 
 def _problem(document: Document, finding: Finding, rule: str = "") -> Problem:

@@ -44,6 +44,8 @@ from trtspec.recipe_facts import (
 from trtspec.versions import VersionRange, parse_range
 
 Finding = tuple[tuple[str | int, ...], str]
+Severity = Literal["error", "warning", "note"]
+"""A note says what a recipe is, where that should not go unseen; there is nothing to mend."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Rule:
     The rules of :mod:`trtspec.recipe_model` take the checkpoint as their second argument."""
 
     id: str
-    severity: Literal["error", "warning"]
+    severity: Severity
     reads: tuple[str, ...]
     check: Callable[..., Iterator[Finding]]
 
@@ -597,9 +599,7 @@ def _speedup_over_itself(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _rule(
-    id: str, severity: Literal["error", "warning"], reads: str, check: Callable[[Recipe], Iterator[Finding]]
-) -> Rule:
+def _rule(id: str, severity: Severity, reads: str, check: Callable[[Recipe], Iterator[Finding]]) -> Rule:
     return Rule(id, severity, tuple(reads.split()), check)
 
 
@@ -626,7 +626,7 @@ _TABLE = (
     _rule("backend-multiple-profiles", "warning", "backend quantization", _multiple_profiles),
     _rule("speculation-backend", "error", "backend speculation", _method_on_backend),
     _rule("acceptance-backend", "error", "backend speculation acceptance", _acceptance_on_backend),
-    _rule("acceptance-approximate", "warning", "acceptance speculation", _approximate),
+    _rule("acceptance-approximate", "note", "acceptance speculation", _approximate),
     _rule("acceptance-typical-lossless", "error", "acceptance speculation gates", _typical_lossless),
     _rule("speculation-ngram-order", "error", "speculation", _ngram_order),
     _rule("speculation-ngram-embedded", "error", "backend speculation", _ngram_sources),

@@ -18,7 +18,9 @@ from trtspec.recipe_model import MODEL_RULES
 from trtspec.recipe_rules import RULES
 
 TYPICAL = HEAD + "acceptance: {kind: typical}\nspeculation: {kind: ngram}\ngates: {lossless: false}\n"
-"""Valid, with one warning: approximate."""
+"""Valid, with a note: approximate."""
+WARNED = HEAD + "speculation: {kind: ngram, corpus_min_count: 2}\n"
+"""Valid, with a warning."""
 
 Capture = pytest.CaptureFixture[str]
 
@@ -58,12 +60,22 @@ def test_lint_of_a_bad_recipe(content: str | bytes, expected: list[str], capsys:
 
 
 def test_warnings_do_not_fail(capsys: Capture) -> None:
-    Path("r.yaml").write_text(TYPICAL)
+    Path("r.yaml").write_text(WARNED)
     assert main(["lint", "r.yaml"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("r.yaml:5: warning: acceptance.kind: typical is approximate: sampled output is not")
-    assert out.splitlines()[0].endswith("[acceptance-approximate]")
+    assert out.startswith("r.yaml:5: warning: speculation.corpus_min_count: ")
+    assert out.splitlines()[0].endswith("[speculation-corpus-count]")
     assert len(out.splitlines()) == 2
+
+
+def test_approximate_acceptance_is_no_mistake_and_not_passed_over(capsys: Capture) -> None:
+    Path("r.yaml").write_text(TYPICAL)
+    assert main(["lint", "r.yaml"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "r.yaml: ok"
+    [line] = [line for line in rest if "acceptance" in line]
+    assert line.startswith("r.yaml:5: note: acceptance.kind: typical is approximate: sampled output is not")
+    assert line.endswith("[acceptance-approximate]")
 
 
 def test_lint_of_several_files_reports_all(capsys: Capture) -> None:
@@ -80,7 +92,7 @@ def test_lint_of_several_files_reports_all(capsys: Capture) -> None:
 
 
 def test_lint_as_json(capsys: Capture) -> None:
-    Path("a.yaml").write_text(TYPICAL)
+    Path("a.yaml").write_text(WARNED)
     Path("b.yaml").write_text(HEAD + "banana: 1\n")
     assert main(["lint", "a.yaml", "b.yaml", "--json"]) == 2
     result = json.loads(capsys.readouterr().out)
@@ -88,7 +100,7 @@ def test_lint_as_json(capsys: Capture) -> None:
     good, bad = result["files"]
     assert (good["file"], good["ok"], good["name"], good["errors"]) == ("a.yaml", True, "a", [])
     assert len(good["digest"]) == 64
-    assert good["warnings"][0]["key"] == "acceptance.kind"
+    assert good["warnings"][0]["key"] == "speculation.corpus_min_count"
     assert good["notes"][0]["key"] == "model.source"
     assert bad["notes"] == []
     assert (bad["ok"], bad["name"], bad["digest"]) == (False, None, None)

@@ -157,8 +157,8 @@ def check_engine(url: str, model_name: str, engine_name: str, recipe_digest: str
 
 
 def served_acceptance(url: str, model_name: str, timeout_s: float) -> str | None:
-    """How the server at ``url`` accepts drafts, ``typical acceptance (approximate)``; None if it does not say.
-    Raises MissingError when it is not there."""
+    """How the server at ``url`` accepts drafts, ``typical acceptance (approximate)``; None if it does not
+    say. Raises MissingError when it is not there."""
     return _parameters(url, model_name, timeout_s).get(ACCEPTANCE)
 
 
