@@ -2,45 +2,55 @@
 
 :func:`plan_commands` is pure. Every flag, key and value is held against the table of that version
 (:mod:`trtspec.trtllm.facts`) before it is returned; what has no spelling there is refused. None of it has been run
-where it was rendered: :data:`LABEL` goes with everything made from a plan.
+where it was rendered, and :func:`label` says so on everything that is made from a plan.
+
+The work folder that commands fill::
+
+    work/target         the target as TensorRT-LLM loads it: its checkpoint format (tensorrt), a quantized
+                        Hugging Face folder (pytorch; absent when nothing is quantized)
+    work/engine         trtllm-build's engine (tensorrt)
+    work/draft          the draft model, likewise; work/draft_engine its engine
+    work/llm_api.yaml   LLM()'s options (pytorch)
+    work/triton         the Triton model repository
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from trtspec.recipe import Recipe
+from trtspec.errors import InputError, Problem
+from trtspec.recipe import PytorchBackend, Recipe, TensorrtBackend
+from trtspec.trtllm.command import Command, Paths
+from trtspec.trtllm.engines import engine_commands
+from trtspec.trtllm.facts import Facts, load_facts, versions_for
+from trtspec.trtllm.llm_api import (
+    checkpoint_commands,
+    draft_folder,
+    llm_options,
+    option_notes,
+    option_problems,
+    serve_command,
+    target_folder,
+    to_yaml,
+)
+from trtspec.versions import parse_range
+
+__all__ = [
+    "LLM_API_FILE",
+    "TRITON_DIR",
+    "Command",
+    "Paths",
+    "TrtllmPlan",
+    "choose_version",
+    "label",
+    "plan_commands",
+]
 
 LLM_API_FILE = "llm_api.yaml"
 """The LLM API's options: ``trtllm-serve --config`` (``--extra_llm_api_options``)."""
 TRITON_DIR = "triton"
 """Folder of the Triton model repository, in the work folder and in an engine folder."""
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Folders as commands and files name them; the defaults are variables that a script sets.
-
-    ``model``: the 16-bit target checkpoint. ``draft``: the draft model's. ``heads``: the trained heads.
-    ``work``: where everything is made: ``work/target``, ``work/engine``, ``work/draft``, ``work/draft_engine``,
-    ``work/llm_api.yaml``, ``work/triton``. ``examples``: TensorRT-LLM's ``examples`` folder.
-    """
-
-    model: str = "${MODEL_DIR}"
-    draft: str = "${DRAFT_DIR}"
-    heads: str = "${HEADS_DIR}"
-    work: str = "${WORK_DIR}"
-    examples: str = "${EXAMPLES_DIR}"
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command. ``program``: its name in the tables (``trtllm-build``, ``quantize.py`` ...)."""
-
-    program: str
-    argv: tuple[str, ...]
-    what: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class TrtllmPlan:
     draft_model: str | None = None
     """The folder of the draft model's engine or checkpoint; None without one."""
     serve: Command | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What the builder will do otherwise than the recipe asks, and what could not be checked."""
 
 
@@ -71,9 +81,106 @@ def label(version: str) -> str:
     return f"rendered and checked against the tables of TensorRT-LLM {version}; not run here"
 
 
-def plan_commands(recipe: Recipe, version: str, *, paths: Paths | None = None) -> TrtllmPlan:
+def choose_version(recipe: Recipe, asked: str | None = None) -> str:
+    """The known version to render for: ``asked``, else the newest release in the recipe's range, else the
+    newest candidate. InputError if there is none, or if ``asked`` lies outside the range."""
+    backend = recipe.backend
+    assert isinstance(backend, TensorrtBackend | PytorchBackend)
+    known = versions_for(backend.kind, parse_range(backend.version))
+    if asked is not None:
+        version = load_facts(asked).version
+        if version not in known:
+            allowed = ", ".join(known) or "none of the known versions"
+            message = (
+                f"TensorRT-LLM {version} is outside {backend.version} or has no {backend.kind} backend; "
+                f"allowed: {allowed}; choose one of them, or change the range"
+            )
+            raise InputError(Problem(message, key="backend.version"))
+        return version
+    if not known:
+        every = ", ".join(versions_for(backend.kind, parse_range(">=0")))
+        message = f"no known version lies in {backend.version}; known: {every}; widen the range"
+        raise InputError(Problem(message, key="backend.version"))
+    return next((version for version in reversed(known) if "rc" not in version), known[-1])
+
+
+def plan_commands(
+    recipe: Recipe,
+    version: str,
+    *,
+    paths: Paths | None = None,
+    architecture: str | None = None,
+    draft_architecture: str | None = None,
+    num_heads: int | None = None,
+) -> TrtllmPlan:
     """The commands and files for ``recipe`` on TensorRT-LLM ``version``.
 
-    Raises InputError for what that version has no flag, key or value for, all of it at once.
+    ``architecture``, ``draft_architecture``: as config.json names them, None if unknown; they choose the script
+    that converts 16-bit weights. ``num_heads``: Medusa heads that were trained, if known. Raises InputError for
+    what that version has no flag, key or value for, all of it at once.
     """
-    raise NotImplementedError
+    paths, facts = paths or Paths(), load_facts(version)
+    if isinstance(recipe.backend, TensorrtBackend):
+        made = engine_commands(
+            recipe,
+            facts.version,
+            paths,
+            architecture=architecture,
+            draft_architecture=draft_architecture,
+            num_heads=num_heads,
+        )
+        problems = [*made.problems, *_flag_problems(facts, made.commands)]
+        plan = TrtllmPlan(
+            recipe=recipe,
+            version=facts.version,
+            container=_container(facts.version),
+            commands=made.commands,
+            files={},
+            model=made.target,
+            draft_model=made.draft,
+            notes=made.notes,
+        )
+    elif isinstance(recipe.backend, PytorchBackend):
+        if "pytorch" not in facts.backends:
+            raise InputError(
+                Problem(f"TensorRT-LLM {facts.version} has no pytorch backend here; from 1.0 on")
+            )
+        model, options = target_folder(recipe, paths), llm_options(recipe, facts, paths)
+        serve = serve_command(recipe, facts, model, f"{paths.work}/{LLM_API_FILE}")
+        problems = [*option_problems(recipe, facts, options, model), *_flag_problems(facts, (serve,))]
+        plan = TrtllmPlan(
+            recipe=recipe,
+            version=facts.version,
+            container=_container(facts.version),
+            commands=tuple(checkpoint_commands(recipe, paths)),
+            files={LLM_API_FILE: _header(recipe, facts.version) + to_yaml(options)},
+            model=model,
+            draft_model=draft_folder(recipe, paths),
+            serve=serve,
+            notes=tuple(option_notes(recipe, facts.version)),
+        )
+    else:
+        raise InputError(
+            Problem("the embedded backend needs no TensorRT-LLM; trtspec build makes its engine")
+        )
+    if problems:
+        raise InputError(problems)
+    return plan
+
+
+def _flag_problems(facts: Facts, commands: tuple[Command, ...]) -> list[Problem]:
+    """What the version's tools do not take; tools that are not TensorRT-LLM's are not in its tables."""
+    return [
+        Problem(wrong)
+        for command in commands
+        if command.program not in ("trtspec quantize", "test")
+        for wrong in facts.check_argv(command.program, command.options)
+    ]
+
+
+def _container(version: str) -> str:
+    return f"tensorrt-llm/release:{version}"
+
+
+def _header(recipe: Recipe, version: str) -> str:
+    return f"# {recipe.name}: {label(version)}\n"
