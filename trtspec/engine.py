@@ -81,7 +81,8 @@ class EngineStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     held_back_steps: int = 0
-    """Steps that could have drafted and did not because it would not have paid (adaptive drafting)."""
+    """Steps that could have drafted and did not: more sequences than ``speculation.max_concurrency``, or no
+    draft would have paid (``speculation.adaptive``)."""
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     running: int = 0

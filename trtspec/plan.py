@@ -33,7 +33,6 @@ from trtspec.recipe import (
     Quantization,
     Recipe,
 )
-from trtspec.recipe_facts import EMBEDDED_SPECULATION
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
 from trtspec.user_files import open_user_file, user_path
@@ -136,18 +135,11 @@ def is_quantized(quantization: Quantization) -> bool:
     return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
 
 
-def refuse_unsupported(recipe: Recipe, file: str | None = None) -> None:
-    """Raise what keeps this version from building the recipe: MissingError for a GPU backend, InputError
-    for drafting that the embedded engine does not run. What no version can run, the recipe's rules have
-    refused before."""
-    backend = recipe.backend
-    if not isinstance(backend, EmbeddedBackend):
-        raise MissingError(gpu_backend_message(backend.kind))
-    kind = recipe.speculation.kind
-    if kind not in EMBEDDED_SPECULATION:
-        runs = " or ".join(EMBEDDED_SPECULATION)
-        message = f"{kind}: the embedded engine of this version does not run it; use {runs}"
-        raise InputError(Problem(message, file=file, key="speculation.kind"))
+def refuse_unsupported(recipe: Recipe) -> None:
+    """Raise MissingError for a backend that this version does not build for. What no version can run, the
+    recipe's rules have refused before."""
+    if not isinstance(recipe.backend, EmbeddedBackend):
+        raise MissingError(gpu_backend_message(recipe.backend.kind))
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -299,7 +291,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         raise InputError(checked.errors)
     recipe_bytes = recipe_path.read_bytes()
     recipe = parse_recipe(recipe_bytes, str(recipe_path))
-    refuse_unsupported(recipe, str(recipe_path))
+    refuse_unsupported(recipe)
     base = recipe_path.resolve().parent
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
     if checked.notes:  # the model was not here before

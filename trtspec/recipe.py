@@ -248,9 +248,9 @@ class NgramSpeculation(_Mapping):
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""
     adaptive: bool = False
-    """Draft as much as pays: lengths by each sequence's acceptance against the measured cost of a step, none
-    above the batch where drafting stops paying. Lengths then depend on timing, and with ``rejection`` so do
-    sampled tokens. Only on embedded."""
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 class LookaheadSpeculation(_Mapping):
@@ -264,6 +264,10 @@ class LookaheadSpeculation(_Mapping):
     """N: length of the n-grams collected; at most N - 1 drafted tokens are accepted per step."""
     verification_set: Annotated[int, Field(ge=1, le=32)] = 4
     """G: n-grams verified per step. A step has (N - 2) + (W - 1 + G)(N - 1) drafted positions."""
+    adaptive: bool = False
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 class DraftModelSpeculation(_Mapping):
@@ -281,9 +285,9 @@ class DraftModelSpeculation(_Mapping):
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""
     adaptive: bool = False
-    """Draft as much as pays: lengths by each sequence's acceptance against the measured cost of a step, none
-    above the batch where drafting stops paying. Lengths then depend on timing, and with ``rejection`` so do
-    sampled tokens. Only on embedded."""
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 class MedusaSpeculation(_Mapping):
@@ -297,6 +301,10 @@ class MedusaSpeculation(_Mapping):
     """Tree paths (``[0]``, ``[0, 1]`` ...); null: the default tree for the number of heads."""
     quantization: HeadsFormat = "none"
     """Format of the heads' weights."""
+    adaptive: bool = False
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 class EagleSpeculation(_Mapping):
@@ -316,6 +324,10 @@ class EagleSpeculation(_Mapping):
     """Nodes kept for verification."""
     quantization: HeadsFormat = "none"
     """Format of the head's weights."""
+    adaptive: bool = False
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 class Eagle3Speculation(_Mapping):
@@ -336,6 +348,10 @@ class Eagle3Speculation(_Mapping):
     max_concurrency: MaxConcurrency | None = None
     """Draft only while at most this many sequences decode; beyond its break-even batch a draft costs more
     than it brings. null: always."""
+    adaptive: bool = False
+    """Verify of each draft the nodes that pay, by their measured acceptance against the measured cost of a
+    step; none above the batch where drafting stops paying. Which they are then depends on timing, and with
+    ``rejection`` so do sampled tokens. Only on embedded."""
 
 
 Speculation = Annotated[

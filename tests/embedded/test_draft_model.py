@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from branches import law_of
-from draft_models import Watched, continuation, draft_decoder, drafter_of, small_decoder, with_embedding
+from draft_models import continuation, draft_decoder, drafter_of, small_decoder, with_embedding
 from reference import full_forward
 from test_identity import check
 from tiny import make_tiny_model
@@ -206,20 +206,6 @@ def test_few_pages_shorten_drafts_and_idle_sequences_lose_theirs() -> None:
     for name in ("idle", "a", "b", "c", "unknown"):
         drafter.release(name)
     assert drafter.pages_held == 0
-
-
-def test_nothing_is_drafted_above_max_concurrency() -> None:
-    drafter = drafter_of(draft_decoder("noisy"), max_concurrency=2)
-    engine = tiny_engine(drafter=Watched(drafter, "noisy"))
-    requests = workload()
-    check(generate(engine, requests[:3]), requests[:3])
-    crowded = engine.stats()
-    check(generate(engine, requests[3:5]), requests[3:5])
-    pair = engine.stats()
-    assert pair.drafted_tokens > crowded.drafted_tokens
-    views = [view(str(at), (1, 2)) for at in range(3)]
-    assert [len(draft) for draft in drafter.propose(views)] == [0, 0, 0]
-    assert [len(draft) for draft in drafter.propose(views[:2])] == [4, 4]
 
 
 def test_tokens_that_only_the_target_has_stop_the_draft_alone() -> None:

@@ -16,6 +16,7 @@ from tiny_engine import (
     GREEDY,
     VOCAB,
     Hostile,
+    Oracle,
     TestDrafter,
     expected,
     oracle,
@@ -481,6 +482,24 @@ def test_cuda_generates_the_tokens_of_the_cpu(folder: Path) -> None:
     on_cpu = open_embedded(recipe(), folder)
     for left, right in zip(generate(on_gpu, requests), generate(on_cpu, requests), strict=True):
         assert left.tokens == right.tokens
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, None])
+def test_nothing_is_drafted_above_max_concurrency_and_that_is_counted(limit: int | None) -> None:
+    requests = workload()
+    asked = []
+
+    class Counted(Oracle):
+        def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
+            asked.append(len(sequences))
+            return super().propose(sequences)
+
+    engine = tiny_engine(drafter=oracle(requests, kind=Counted), max_concurrency=limit)
+    for completion, request in zip(generate(engine, requests), requests, strict=True):
+        assert completion.tokens == expected("llama", request)
+    assert max(asked) <= (limit or 8)
+    held_back = engine.stats().held_back_steps
+    assert (held_back > 0) == (limit is not None)
 
 
 def test_a_plain_engine_has_usable_defaults() -> None:

@@ -133,15 +133,16 @@ class Watched(LookaheadDrafter):
     """Checks every guess of the window against the target itself, run on the guess's own path."""
 
     checked = 0
+    silent = 0
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.seen: dict[str, tuple[list[int], Draft, list[int]]] = {}
+        self.seen: dict[str, tuple[list[int], Draft, Any]] = {}
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
         drafts = super().propose(sequences)
         self.seen = {
-            view.id: (list(view.tokens), draft, list(self._states[view.id].rows))
+            view.id: (list(view.tokens), draft, self._states[view.id])
             for view, draft in zip(sequences, drafts, strict=True)
         }
         for view, draft in zip(sequences, drafts, strict=True):
@@ -154,11 +155,13 @@ class Watched(LookaheadDrafter):
         for view, rows in zip(sequences, logits, strict=True):
             if view.id not in self.seen:
                 continue
-            tokens, draft, last = self.seen.pop(view.id)
-            if rows is None or not last or len(rows) <= max(last) or self.checked > 60:
+            tokens, draft, state = self.seen.pop(view.id)
+            last = list(zip(state.ends, state.rows, strict=True)) if state.rows else []
+            if rows is None or not last or len(rows) < 1 + draft.num_read or self.checked > 60:
                 continue
-            for row in last[:2]:
-                path = [draft.tokens[node] for node in path_to(draft, row - 1)]
+            self.silent += len(draft.silent)
+            for node, row in last[:2]:
+                path = [draft.tokens[at] for at in path_to(draft, node)]
                 plain = Request("x", tuple(tokens + path), 1)
                 assert generate_plainly(model, store_for(model), plain) == (int(rows[row].argmax()),)
                 self.checked += 1
@@ -169,6 +172,7 @@ def test_the_window_is_what_the_target_says_on_each_guess_s_own_path() -> None:
     drafter = Watched(4, 4, 3)
     generate(tiny_engine(drafter=drafter), workload(count=3))
     assert drafter.checked > 30
+    assert drafter.silent > 30, "only the window's last level needs logits"
 
 
 def test_the_size_is_tensorrt_llms() -> None:

@@ -174,15 +174,3 @@ def test_sizes_that_do_not_fit_are_refused_together() -> None:
         "speculation.min_ngram",
         "speculation.max_ngram",
     ]
-
-
-def test_nothing_is_drafted_above_the_concurrency_limit() -> None:
-    limited, free = NgramDrafter(4, 1, 2, max_concurrency=2), NgramDrafter(4, 1, 2)
-    views = [DraftView(str(number), [1, 2, 1, 2], 4) for number in range(3)]
-    assert free.propose(views) != [EMPTY_DRAFT] * 3
-    assert limited.propose(views) == [EMPTY_DRAFT] * 3
-    # Back under the limit, it drafts as if it had never stopped: the index catches up.
-    grown = [DraftView(view.id, [*view.tokens, 1, 2], 4) for view in views[:2]]
-    assert [d.tokens for d in limited.propose(grown)] == [d.tokens for d in free.propose(grown)]
-    with pytest.raises(InputError, match="max_concurrency"):
-        NgramDrafter(4, 1, 2, max_concurrency=0)

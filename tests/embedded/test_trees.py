@@ -150,15 +150,16 @@ def grow(growth: Growth, count: int) -> None:
 def test_a_static_tree_is_filled_by_rank() -> None:
     tree = static_tree([(0,), (2,), (0, 1), (2, 0), (0, 1, 0)])
     growth = Growth(tree)
-    growth.extend([[10, 11, 12]], [[]])
+    growth.extend([[10, 11, 12]], [[-0.1, -0.2, -0.3]])
     assert growth.frontier == [0, 1]
     assert growth.num_ranks() == 2
-    growth.extend([[20, 21], [30, 31]], [[], []])
-    growth.extend([[40]], [[]])
+    growth.extend([[20, 21], [30, 31]], [[-0.4, -0.5], [-0.6, -0.7]])
+    growth.extend([[40]], [[-0.8]])
     assert growth.frontier == []
     draft = growth.draft()
     assert draft.tokens == (10, 12, 21, 30, 40)
     assert draft.parents == (-1, -1, 0, 1, 2)
+    assert draft.confidence == pytest.approx([math.exp(x) for x in (-0.1, -0.3, -0.5, -0.6, -0.8)])
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 6), (3, 3, 9), (3, 2, 20), (4, 1, 3), (2, 4, 5)])
@@ -182,4 +183,6 @@ def test_a_dynamic_tree_holds_the_most_valuable_of_what_was_expanded(shape: tupl
     best = sorted(values, key=lambda path: -values[path])[:num_nodes]
     draft = growth.draft()
     assert draft.tokens == tuple(tokens[path] for path in best)
+    own = [values[path] - values.get(path[:-1], 0.0) for path in best]
+    assert draft.confidence == pytest.approx([math.exp(value) for value in own])
     assert draft.parents == tuple(best.index(path[:-1]) if len(path) > 1 else -1 for path in best)

@@ -47,6 +47,7 @@ class _Counters:
     decode_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    held_back_steps: int = 0
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
 
@@ -57,7 +58,8 @@ class EmbeddedEngine:
 
     ``new_store`` gives a KV store of that many slots (one for the batch, one for each :meth:`score`).
     ``accept`` serves requests that sample; greedy ones use :func:`exact`, to which every strict acceptance
-    reduces at temperature 0 (and typical acceptance too).
+    reduces at temperature 0 (and typical acceptance too). Nothing is drafted in a step where more than
+    ``max_concurrency`` sequences have room for a draft; such steps are counted as held back.
 
     Counts. ``drafted`` are the candidates that a forward verified, after trimming to the row, page and
     token budget. ``accepted`` are those that became output: candidates that verified but lie behind a
@@ -78,6 +80,7 @@ class EmbeddedEngine:
         prefix_cache: bool = True,
         limits: Limits | None = None,
         drafter: Drafter | None = None,
+        max_concurrency: int | None = None,
         accept: Accept = exact,
     ) -> None:
         limits = limits or Limits()
@@ -92,6 +95,7 @@ class EmbeddedEngine:
             self._cache, max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens
         )
         self._drafter = drafter
+        self._max_concurrency = max_concurrency
         self._accept = accept
         self._sequences: dict[str, SequenceState] = {}
         self._draws: dict[str, Draw] = {}
@@ -196,7 +200,7 @@ class EmbeddedEngine:
         batch = _step_batch(plan.rows, drafts, model.device)
         layers = self._drafter.hidden_layers if self._drafter else ()
         logits, hidden = model.forward(batch, store, layers)
-        laws = _target_laws(plan.rows, logits)
+        laws = _target_laws(plan.rows, drafts, logits)
         forward_ended = time.perf_counter()
 
         accepted = [
@@ -225,6 +229,9 @@ class EmbeddedEngine:
     def _propose(self) -> dict[str, Draft]:
         """Drafts by request id, for the sequences that have room for one."""
         if self._drafter is None or not (room := self._scheduler.draft_room()):
+            return {}
+        if self._max_concurrency is not None and len(room) > self._max_concurrency:
+            self._counters.held_back_steps += 1
             return {}
         views = [_view(*place) for place in room]
         drafts = self._drafter.propose(views)
@@ -285,9 +292,11 @@ class EmbeddedEngine:
     # ------------------------------------------------------------------ the rest of the contract
 
     def stats(self) -> EngineStats:
+        counters = vars(self._counters)
+        # Above max_concurrency, and where a drafter that adapts found that no draft would pay.
+        held_back = self._counters.held_back_steps + getattr(self._drafter, "num_held_back", 0)
         return EngineStats(
-            **vars(self._counters),
-            held_back_steps=getattr(self._drafter, "num_held_back", 0),
+            **counters | {"held_back_steps": held_back},
             preemptions=self._scheduler.num_preemptions,
             prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             running=len(self._scheduler.running),
@@ -353,7 +362,9 @@ def _step_batch(rows: Sequence[ScheduledRows], drafts: Sequence[Draft], device: 
             )
         )
         if scheduled.reaches_end:
-            wanted += range(first + scheduled.count - 1, len(tokens))
+            ending = first + scheduled.count - 1
+            wanted.append(ending)
+            wanted += [ending + 1 + node for node in range(len(draft)) if node not in draft.silent]
     return StepBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -363,8 +374,11 @@ def _step_batch(rows: Sequence[ScheduledRows], drafts: Sequence[Draft], device: 
     )
 
 
-def _target_laws(rows: Sequence[ScheduledRows], logits: Tensor) -> list[TargetLaw | None]:
-    """Of each sequence the laws after its last known token and after each node; None in mid-prompt.
+def _target_laws(
+    rows: Sequence[ScheduledRows], drafts: Sequence[Draft], logits: Tensor
+) -> list[TargetLaw | None]:
+    """Of each sequence the laws after its last known token and after each node that is not silent; None in
+    mid-prompt. Candidates come first and are never silent, so theirs are rows 1, 2, ...
 
     ``logits [wanted, vocab]`` in the order of the rows. One argmax serves all greedy sequences.
     """
@@ -373,11 +387,11 @@ def _target_laws(rows: Sequence[ScheduledRows], logits: Tensor) -> list[TargetLa
     argmax = logits.argmax(-1).tolist() if greedy else None
     laws: list[TargetLaw | None] = []
     first = 0
-    for scheduled in rows:
+    for scheduled, draft in zip(rows, drafts, strict=True):
         if not scheduled.reaches_end:
             laws.append(None)
             continue
-        part = slice(first, first + 1 + scheduled.num_draft)
+        part = slice(first, first + 1 + draft.num_read)
         first = part.stop
         sampling = scheduled.sequence.request.sampling
         laws.append(TargetLaw(logits[part], sampling, argmax[part] if argmax and sampling.greedy else None))

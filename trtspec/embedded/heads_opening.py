@@ -109,7 +109,6 @@ def heads_drafter(
         max_batch_size=batch,
         prefix_cache=backend.prefix_cache,
         samples=isinstance(recipe.acceptance, RejectionAcceptance) and isinstance(shape, StaticTree),
-        max_concurrency=getattr(speculation, "max_concurrency", None),
     )
 
 

@@ -47,7 +47,6 @@ from trtspec.recipe import (
     RejectionAcceptance,
     TypicalAcceptance,
 )
-from trtspec.recipe_facts import EMBEDDED_SPECULATION
 from trtspec.text import Tokenizer, same_tokenizer
 
 
@@ -74,8 +73,6 @@ def open_embedded(
                 f"{backend.kind} is not run by the embedded engine; allowed: embedded", key="backend.kind"
             )
         )
-    if speculation:
-        _refuse_unknown_drafting(recipe)
     accept = _acceptance(recipe.acceptance)
     device = torch_device(backend.device)
     dtype = getattr(torch, backend.dtype)
@@ -116,18 +113,9 @@ def open_embedded(
         prefix_cache=backend.prefix_cache,
         limits=limits,
         drafter=_drafter(recipe, model, num_pages, draft_dir, heads_dir, corpus_dir) if speculation else None,
+        max_concurrency=getattr(recipe.speculation, "max_concurrency", None),
         accept=accept,
     )
-
-
-def _refuse_unknown_drafting(recipe: Recipe) -> None:
-    """Before anything is loaded."""
-    kind = recipe.speculation.kind
-    if kind not in EMBEDDED_SPECULATION:
-        runs = f"{', '.join(EMBEDDED_SPECULATION[:-1])} or {EMBEDDED_SPECULATION[-1]}"
-        raise InputError(
-            Problem(f"{kind} is not run by the embedded backend yet; use {runs}", key="speculation.kind")
-        )
 
 
 def _drafter(
@@ -143,29 +131,27 @@ def _drafter(
     ``num_pages`` of the target's KV cache; a drafter with one of its own gets as many.
     """
     speculation = recipe.speculation
+    drafter: Drafter
+    cut = None
+    costly = True
     match speculation:
         case NoSpeculation():
             return None
         case NgramSpeculation(num_draft_tokens=most, min_ngram=shortest, max_ngram=longest):
-            copier = NgramDrafter(
-                most,
-                shortest,
-                longest,
-                speculation.max_concurrency,
-                branches=speculation.branches,
-                corpus=_corpus(speculation, corpus_dir),
-            )
-            return AdaptiveDrafter(copier, costly=False) if speculation.adaptive else copier
+            corpus = _corpus(speculation, corpus_dir)
+            drafter = NgramDrafter(most, shortest, longest, branches=speculation.branches, corpus=corpus)
+            costly = False
         case LookaheadSpeculation(window=window, ngram=ngram, verification_set=guesses):
-            return LookaheadDrafter(window, ngram, guesses)
+            drafter = lookahead = LookaheadDrafter(window, ngram, guesses)
+            cut, costly = lookahead.cut, False
         case DraftModelSpeculation():
-            model = _draft_model(recipe, speculation, target, num_pages, draft_dir)
-            return AdaptiveDrafter(model, costly=True) if speculation.adaptive else model
+            drafter = _draft_model(recipe, speculation, target, num_pages, draft_dir)
         case MedusaSpeculation() | EagleSpeculation() | Eagle3Speculation():
             assert heads_dir is not None
-            return heads_drafter(recipe, speculation, target, num_pages, heads_dir)
-        case _:
-            raise ValueError(f"{speculation.kind} is listed as runnable and has no drafter")
+            drafter = heads_drafter(recipe, speculation, target, num_pages, heads_dir)
+    if not speculation.adaptive:
+        return drafter
+    return AdaptiveDrafter(drafter, costly=costly, on_cut=cut)
 
 
 def _corpus(speculation: NgramSpeculation, corpus_dir: Path | None) -> Corpus | None:
@@ -240,7 +226,6 @@ def _draft_model(
         vocab_size=target.spec.vocab_size,
         prefix_cache=recipe.backend.prefix_cache,
         sampled=isinstance(recipe.acceptance, RejectionAcceptance),
-        max_concurrency=speculation.max_concurrency,
     )
 
 

@@ -36,6 +36,11 @@ class Draft:
     num_observed: int = 0
     """The last so many nodes are no candidates: the target computes them so that the drafter may observe
     what follows (lookahead's window), acceptance never goes there."""
+    confidence: tuple[float, ...] | None = field(default=None, compare=False)
+    """Of each node the drafter's own estimate, 0 .. 1, that it is right if its parent is; None: it has none.
+    Whoever uses it calibrates it, and never chooses by it among nodes that were drawn (``probs``)."""
+    silent: tuple[int, ...] = field(default=(), compare=False)
+    """Nodes to observe, ascending, whose own logits nobody reads: rows without an output projection."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents):
@@ -45,6 +50,10 @@ class Draft:
                 raise ValueError(f"draft node {node} has parent {parent}; must be -1 or an earlier node")
         if not 0 <= self.num_observed <= len(self.tokens):
             raise ValueError(f"draft of {len(self.tokens)} tokens with {self.num_observed} to observe")
+        if self.confidence is not None and len(self.confidence) != len(self.tokens):
+            raise ValueError(f"draft of {len(self.tokens)} tokens with {len(self.confidence)} confidences")
+        if any(not self.num_candidates <= node < len(self.tokens) for node in self.silent):
+            raise ValueError(f"silent nodes {self.silent} must be nodes to observe")
         if self.probs is not None and (self.probs.ndim != 2 or self.probs.shape[0] != len(self.tokens)):
             raise ValueError(
                 f"draft of {len(self.tokens)} tokens with probs of shape {list(self.probs.shape)}; "
@@ -59,6 +68,11 @@ class Draft:
     def num_candidates(self) -> int:
         """The nodes that may be accepted: the first so many."""
         return len(self.tokens) - self.num_observed
+
+    @property
+    def num_read(self) -> int:
+        """The nodes whose logits are read."""
+        return len(self.tokens) - len(self.silent)
 
     @property
     def is_chain(self) -> bool:
@@ -95,14 +109,24 @@ class PrefixTree:
         for token in tokens:
             node = self.add(node, token)
 
-    def draft(self, num_observed: int = 0) -> Draft:
+    def draft(
+        self,
+        num_observed: int = 0,
+        *,
+        confidence: Sequence[float] | None = None,
+        silent: Sequence[int] = (),
+    ) -> Draft:
         """All nodes, as point masses; the last ``num_observed`` are no candidates."""
-        return Draft(tuple(self.tokens), tuple(self.parents), None, num_observed)
+        told = None if confidence is None else tuple(confidence)
+        return Draft(tuple(self.tokens), tuple(self.parents), None, num_observed, told, tuple(silent))
 
 
-def chain(tokens: Sequence[int], probs: Tensor | None = None) -> Draft:
+def chain(
+    tokens: Sequence[int], probs: Tensor | None = None, confidence: Sequence[float] | None = None
+) -> Draft:
     """The one-branch draft that proposes ``tokens`` in order; ``probs`` ``[n, vocab]`` or None."""
-    return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs)
+    told = None if confidence is None else tuple(confidence)
+    return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), probs, 0, told)
 
 
 def truncate(draft: Draft, max_nodes: int) -> Draft:
@@ -113,16 +137,16 @@ def truncate(draft: Draft, max_nodes: int) -> Draft:
     """
     if max_nodes >= len(draft):
         return draft
-    if max_nodes <= 0:
-        return EMPTY_DRAFT
-    probs = None if draft.probs is None else draft.probs[:max_nodes]
-    num_observed = max(0, max_nodes - draft.num_candidates)
-    return Draft(draft.tokens[:max_nodes], draft.parents[:max_nodes], probs, num_observed)
+    return EMPTY_DRAFT if max_nodes <= 0 else subset(draft, range(max_nodes))
 
 
 def no_deeper(draft: Draft, max_depth: int) -> Draft:
     """The nodes at most ``max_depth`` below the current token, in their order; prefix-closed as before."""
-    kept = [node for node, depth in enumerate(depths(draft)) if depth <= max_depth]
+    return subset(draft, [node for node, depth in enumerate(depths(draft)) if depth <= max_depth])
+
+
+def subset(draft: Draft, kept: Sequence[int]) -> Draft:
+    """The nodes ``kept``, ascending and with every kept node's parent among them, in their order."""
     if len(kept) == len(draft):
         return draft
     if not kept:
@@ -131,8 +155,10 @@ def no_deeper(draft: Draft, max_depth: int) -> Draft:
     return Draft(
         tuple(draft.tokens[node] for node in kept),
         tuple(place[draft.parents[node]] for node in kept),
-        None if draft.probs is None else draft.probs[kept],
+        None if draft.probs is None else draft.probs[list(kept)],
         sum(node >= draft.num_candidates for node in kept),
+        None if draft.confidence is None else tuple(draft.confidence[node] for node in kept),
+        tuple(place[node] for node in draft.silent if node in place),
     )
 
 

@@ -61,8 +61,8 @@ class Drafter(Protocol):
 
         ``accepted`` is None while a prompt is not yet fully computed. ``hidden[i][layer]`` is
         ``[rows, hidden]``: the sequence's rows of that forward, known tokens first, then the nodes of its
-        draft. ``logits[i]`` is ``[1 + nodes, vocab]``: after the current token and after each node;
-        None with ``accepted`` None. The tensors are valid during the call only.
+        draft. ``logits[i]`` is ``[1 + nodes, vocab]``: after the current token and after each node that
+        is not :attr:`Draft.silent`; None with ``accepted`` None. The tensors are valid during the call only.
         """
         ...
 

@@ -1,203 +1,302 @@
 """Draft as much as pays: expected tokens against the measured cost of a step.
 
 A step over more rows takes longer, a little while memory is the bottleneck and in proportion once arithmetic
-is. So the best draft is shorter in a larger batch, and above the break-even batch it is none. This drafter
-lets another one propose and cuts its drafts to the lengths that give the most tokens per second:
+is. So the best draft is smaller in a larger batch, and above the break-even batch it is none. This drafter
+lets another one propose and keeps of all its nodes those that give the most tokens per second:
 
-    (B + sum_i sum_{j <= k_i} a_i^j) / (T(B + sum_i k_i) + D(max_i k_i))
+    (B + sum of v over the nodes kept) / (T(B, B + nodes kept) + D)
 
-with B sequences, k_i levels drafted for sequence i, a_i its acceptance rate per level (the numerator is the
-expected number of tokens, arXiv 2211.17192, equation 1), T the step's time by its rows and D the drafter's.
-The engine's own steps are the measurement of all three. Levels are added in the order of what they bring,
-a_i^k, which is the best order because every row costs the same; the best of all prefixes wins.
+with B sequences, v a node's *value*, the probability that it becomes output, T the target's step by sequences
+and rows and D the time that drafting took. The sum is the expected number of tokens (acceptance of siblings
+excludes each other, so probabilities add: arXiv 2211.17192, equation 1, for a chain, and Medusa, arXiv
+2401.10774, section 2.3.3, for a tree). :func:`trtspec.embedded.drafters.choice.best_nodes` finds it.
+
+A node's value is the product of the acceptance rates along its path. The rates are measured: by depth and by
+the drafter's own confidence where it has one (a *calibration*, so the confidence need not be a probability),
+else by rank among siblings; and for each sequence one number shifts all of them on the logit scale, up for a
+text that is copied and down for one that is not. Candidates drawn at random are judged by depth and rank
+alone: a choice among them by their probability would bend the law of rejection sampling.
+
+Drafting that itself takes time (a model, heads) is decided first, by the rates per level: how deep, or not at
+all.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 from torch import Tensor
 
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import Drafter, DraftView
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, no_deeper
+from trtspec.embedded.drafters.choice import StepCost, best_levels, best_nodes
+from trtspec.embedded.tree import EMPTY_DRAFT, Draft, children, depths, no_deeper, subset, truncate
 
 PROBE_ROUNDS = 64
-"""Every so many rounds drafts are not cut, so that what was turned off is measured again."""
+"""At most every so many rounds more is drafted than pays, so that what was turned off is measured again."""
+PROBE_SHARE = 0.02
+"""Of the time, at most, that goes into it."""
+_FEW_NODES = 4
+"""Of each sequence: what is tried before the cost of more is known, and in a probe."""
+_WINDOW_ROUNDS = 8
+"""A window bears fruit in later rounds only, so it is tried for several."""
 _PLAIN_TRIES = 3
-_SAMPLES = 9
+_DECAY = 0.98
+_PRIOR_WEIGHT = 3.0
 _OPTIMISTIC_RATE = 0.7
-_POOL_WEIGHT = 4.0
-_DECAY = 0.9
+_SHIFT_RATE = 0.25
+_SHIFT_KEPT = 0.99
+_SHIFT_LIMIT = 4.0
+_BINS = (0.01, 0.03, 0.06, 0.1, 0.15, 0.25, 0.35, 0.45, 0.55, 0.7, 0.77, 0.85, 0.92, 0.97)
+"""Edges of the bins of a drafter's confidence."""
+_DEEPEST = 6
+
+Kind = tuple[int, int]
+"""A kind of node, all of one rate: (depth, bin of confidence), or (depth, -1 - rank) without one."""
 
 
-class StepCost:
-    """Seconds of a step by its rows: medians of the latest steps of about as many rows, never falling."""
+class Acceptance:
+    """Acceptance rates of kinds of nodes, over all sequences, and each sequence's shift of them."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[tuple[int, float]]] = {}
+        self._found: dict[Kind, tuple[float, float]] = {}
+        self._shift: dict[str, float] = {}
 
-    def observe(self, rows: int, seconds: float) -> None:
-        self._seen.setdefault(_bucket(rows), deque(maxlen=_SAMPLES)).append((rows, seconds))
+    def rate(self, kind: Kind, prior: float, sequence_id: str = "") -> float:
+        """That a node of ``kind`` is right if its parent is; ``prior`` until enough were tried."""
+        accepted, tried = self._found.get(kind, (0.0, 0.0))
+        rate = (accepted + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+        shift = self._shift.get(sequence_id, 0.0)
+        if shift and 0.0 < rate < 1.0:
+            rate = 1.0 / (1.0 + (1.0 - rate) / rate * math.exp(-shift))
+        return rate
 
-    def knows(self, rows: int) -> bool:
-        return _bucket(rows) in self._seen
+    def learn(self, kind: Kind, prior: float, sequence_id: str, accepted: bool) -> None:
+        surprise = accepted - self.rate(kind, prior, sequence_id)
+        shift = self._shift.get(sequence_id, 0.0) * _SHIFT_KEPT + _SHIFT_RATE * surprise
+        self._shift[sequence_id] = max(-_SHIFT_LIMIT, min(_SHIFT_LIMIT, shift))
+        right, tried = self._found.get(kind, (0.0, 0.0))
+        self._found[kind] = right * _DECAY + accepted, tried * _DECAY + 1.0
 
-    def at(self, rows: int) -> float:
-        """Linear between measured points and, with their last slope, beyond. ValueError without any."""
-        points = [
-            (median(r for r, _ in seen), median(s for _, s in seen)) for _, seen in sorted(self._seen.items())
-        ]
-        if not points:
-            raise ValueError("no step was measured")
-        rising = [points[0]]
-        for r, s in points[1:]:
-            rising.append((r, max(s, rising[-1][1])))
-        if rows <= rising[0][0] or len(rising) == 1:
-            return rising[0][1]
-        low, high = next((pair for pair in itertools.pairwise(rising) if rows <= pair[1][0]), rising[-2:])
-        return low[1] + (rows - low[0]) * (high[1] - low[1]) / (high[0] - low[0])
+    def shift(self, sequence_id: str) -> float:
+        return self._shift.get(sequence_id, 0.0)
 
-
-def _bucket(rows: int) -> int:
-    """One for every number to 8, then four for every doubling."""
-    return rows if rows <= 8 else 8 + math.floor(4 * math.log2(rows / 8))
+    def release(self, sequence_id: str) -> None:
+        self._shift.pop(sequence_id, None)
 
 
-def best_levels(
-    rates: Sequence[float],
-    most: Sequence[int],
-    rows_per_level: float,
-    step_seconds: Callable[[int], float],
-    draft_seconds_per_level: float = 0.0,
-) -> list[int]:
-    """The levels to draft for each sequence, at most ``most``, that give the most expected tokens a second.
-
-    ``rates`` in [0, 1]: acceptance per level. ``step_seconds(rows)``: a target step.
-    """
-    count = len(rates)
-    gains = sorted(
-        ((rate**level, -level, i) for i, rate in enumerate(rates) for level in range(1, most[i] + 1)),
-        reverse=True,
-    )
-    best, best_speed = 0, count / step_seconds(count)
-    tokens, deepest = float(count), 0
-    for added, (gain, level, _) in enumerate(gains, start=1):
-        tokens, deepest = tokens + gain, max(deepest, -level)
-        seconds = step_seconds(count + round(added * rows_per_level)) + deepest * draft_seconds_per_level
-        if tokens / seconds > best_speed:
-            best, best_speed = added, tokens / seconds
-    levels = [0] * count
-    for _, _, i in gains[:best]:
-        levels[i] += 1
-    return levels
+def kinds_of(draft: Draft) -> list[tuple[Kind, float]]:
+    """Of each candidate its kind and the rate to expect before any was tried."""
+    seen: dict[int, int] = {}
+    found: list[tuple[Kind, float]] = []
+    confidence = None if draft.probs is not None else draft.confidence
+    for node, depth in enumerate(depths(draft)[: draft.num_candidates]):
+        level = min(depth, _DEEPEST)
+        if confidence is not None:
+            found.append(((level, bisect_right(_BINS, confidence[node])), confidence[node]))
+            continue
+        rank = seen.get(draft.parents[node], 0)
+        seen[draft.parents[node]] = rank + 1
+        found.append(((level, -1 - min(rank, 7)), _OPTIMISTIC_RATE if rank == 0 else 0.3 / (rank + 1)))
+    return found
 
 
 class AdaptiveDrafter:
-    """``inner`` with its drafts cut to what pays (:func:`best_levels`), down to none.
+    """``inner`` with its drafts cut to what pays (:func:`best_nodes`), down to none.
 
-    ``costly``: drafting takes time worth saving (a model), so that the lengths are chosen before the drafter
-    is asked; otherwise after, for those sequences that have a draft. Times are read from ``clock``, in
-    seconds. How much is drafted depends on them, so it differs from run to run; answers do not where
-    acceptance is exact. ``num_held_back`` counts the rounds without a draft because none would have paid.
+    ``costly``: drafting takes time worth saving (a model, heads), so that the depth is chosen before the
+    drafter is asked. ``on_cut(id, draft, kept)`` tells a drafter that keeps account of its nodes which
+    the target will see. Times are read from ``clock``, in seconds. What is drafted depends on them, so it
+    differs from run to run; answers do not where acceptance is exact. ``num_held_back`` counts the rounds
+    without a draft because none would have paid.
+
+    Nodes to observe (lookahead's window) bring no token in their own round: their fruits are the candidates
+    of later ones. A sequence's window is kept while the tokens that its drafts brought lately would, at the
+    speed without drafts, take longer than the rows of window and candidates do.
     """
 
     def __init__(
-        self, inner: Drafter, *, costly: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        inner: Drafter,
+        *,
+        costly: bool,
+        on_cut: Callable[[str, Draft, Sequence[int]], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.inner = inner
         self.hidden_layers = inner.hidden_layers
         self.num_held_back = 0
-        self.cost = StepCost()
+        self.acceptance = Acceptance()
+        self._levels = Acceptance()
+        self._costs: dict[int, StepCost] = {}
         self._costly = costly
+        self._on_cut = on_cut
         self._clock = clock
-        self._round = 0
+        self._since_probe = 0
+        self._seconds_since_probe = 0.0
         self._plain_tries = 0
-        self._deepest = 1
+        self._deepest = 0
+        self._rows_per_level = 1.0
         self._draft_seconds = 0.0
-        self._pool = (_OPTIMISTIC_RATE * _POOL_WEIGHT, _POOL_WEIGHT)
-        self._rates: dict[str, tuple[float, float]] = {}
-        self._drafted: dict[str, int] = {}
+        self._brought: dict[str, float] = {}
+        """Draft tokens accepted lately a round, by sequence; for all of them together ``_brings``."""
+        self._brings = 1.0
+        self._drafts: dict[str, Draft] = {}
         self._asked: set[str] = set()
-        self._proposed_at = 0.0
+        self._began = self._proposed_at = 0.0
+
+    # ------------------------------------------------------------------ how much
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
+        self._began = self._clock()
+        self._since_probe += 1
         drafts = self._propose(sequences)
         self._asked = {view.id for view in sequences}
-        self._drafted = {
-            view.id: max(depths(draft), default=0) for view, draft in zip(sequences, drafts, strict=True)
-        }
+        self._drafts = {view.id: draft for view, draft in zip(sequences, drafts, strict=True)}
         self._proposed_at = self._clock()
         return drafts
 
+    def _cost(self, count: int) -> StepCost:
+        """Of steps with about ``count`` sequences: rows of many sequences cost more than those of one."""
+        return self._costs.setdefault((count - 1).bit_length(), StepCost())
+
     def _propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
-        none = [EMPTY_DRAFT] * len(sequences)
-        self._round += 1
-        if not self.cost.knows(len(sequences)) and self._plain_tries < _PLAIN_TRIES:
+        count, none = len(sequences), [EMPTY_DRAFT] * len(sequences)
+        cost = self._cost(count)
+        if cost.fewest > 1.25 * count and self._plain_tries < _PLAIN_TRIES:
             # A plain step of this batch is the measure of all others; one with a prompt in it is no measure.
             self._plain_tries += 1
             return none
         self._plain_tries = 0
-        probing = self._round % PROBE_ROUNDS == 0
-        if self._costly:
-            most = [min(view.max_draft, self._deepest) for view in sequences]
-            if probing or not self.cost.knows(len(sequences) + sum(most)):
-                return self._ask(sequences)
-            levels = self._levels(sequences, most, 1.0, self._draft_seconds)
-            if not any(levels):
-                self.num_held_back += 1
-                return none
-            return self._ask(
-                [
-                    replace(view, max_draft=level, max_nodes=level)
-                    for view, level in zip(sequences, levels, strict=True)
-                ]
-            )
+        if cost.fewest == math.inf:
+            return self._ask(sequences)
+        if not self._costly:
+            return self._cut(sequences, self._ask(sequences), cost)
+        levels = self._levels_that_pay(sequences, cost)
+        if any(levels):
+            return self._cut(sequences, self._ask(_no_deeper(sequences, levels)), cost)
+        seconds = self._deepest * self._draft_seconds
+        if not self._may_probe(cost, count, _FEW_NODES * count, seconds):
+            self.num_held_back += 1
+            return none
         drafts = self._ask(sequences)
-        most = [max(depths(draft), default=0) for draft in drafts]
-        nodes = sum(len(draft) for draft in drafts)
-        if probing or nodes == 0 or not self.cost.knows(len(sequences) + nodes):
+        values = [self._values(view, draft) for view, draft in zip(sequences, drafts, strict=True)]
+        few = [_most_valuable(draft, each, _FEW_NODES) for draft, each in zip(drafts, values, strict=True)]
+        return self._keep(sequences, drafts, few)
+
+    def _levels_that_pay(self, sequences: Sequence[DraftView], cost: StepCost) -> list[int]:
+        """How deep to draft for each sequence, before anything is drafted; unlimited until that is known."""
+        if not self._deepest:
+            return [view.max_draft for view in sequences]
+        values = []
+        for view in sequences:
+            shift, value, levels = self.acceptance.shift(view.id), 1.0, []
+            for level in range(1, min(view.max_draft, self._deepest) + 1):
+                rate = self._levels.rate((min(level, _DEEPEST), 0), _OPTIMISTIC_RATE)
+                value *= 1.0 / (1.0 + (1.0 - rate) / max(rate, 1e-9) * math.exp(-shift))
+                levels.append(value)
+            values.append(levels)
+        return best_levels(values, self._rows_per_level, cost.at, self._draft_seconds)
+
+    def _cut(self, sequences: Sequence[DraftView], drafts: list[Draft], cost: StepCost) -> list[Draft]:
+        """The nodes that pay, of what was drafted."""
+        count = len(sequences)
+        if not any(len(draft) for draft in drafts):
             return drafts
-        levels = self._levels(sequences, most, nodes / sum(most), 0.0)
-        self.num_held_back += not any(levels)
-        return [no_deeper(draft, level) for draft, level in zip(drafts, levels, strict=True)]
-
-    def _levels(
-        self, sequences: Sequence[DraftView], most: Sequence[int], rows_per_level: float, seconds: float
-    ) -> list[int]:
-        known: dict[int, float] = {}
-
-        def step_seconds(rows: int) -> float:
-            if rows not in known:
-                known[rows] = self.cost.at(rows)
-            return known[rows]
-
-        return best_levels(
-            [self.rate(view.id) for view in sequences], most, rows_per_level, step_seconds, seconds
+        spent = self._clock() - self._began
+        values = [self._values(view, draft) for view, draft in zip(sequences, drafts, strict=True)]
+        windows = self._windows_that_pay(sequences, drafts, cost)
+        rows = count + sum(len(nodes) for nodes in windows)
+        # Candidates that a window hangs on are in the step anyway: no further row, no further token.
+        tokens = count + sum(
+            each[node]
+            for each, nodes in zip(values, windows, strict=True)
+            for node in nodes
+            if node < len(each)
         )
+        free = [
+            [0.0 if node in nodes else value for node, value in enumerate(each)]
+            for each, nodes in zip(values, windows, strict=True)
+        ]
+        # Beyond what was measured the cost is a guess: no further than twice as far at a time.
+        most = max(int(2 * cost.most), (1 + _FEW_NODES) * count) - rows
+        best = best_nodes(free, rows, lambda rows: cost.at(rows) + spent, tokens, max(most, 0))
+        kept = [
+            _closed(draft, {*nodes, *more}) for draft, nodes, more in zip(drafts, windows, best, strict=True)
+        ]
+        probe = [
+            _closed(draft, {*nodes, *_most_valuable(draft, each, _FEW_NODES)})
+            for draft, nodes, each in zip(drafts, kept, values, strict=True)
+        ]
+        rows = count + sum(map(len, kept))
+        more_rows = sum(map(len, probe)) + count - rows
+        if more_rows and self._may_probe(cost, rows, more_rows, 0.0):
+            kept = probe
+        elif rows == count:
+            self.num_held_back += 1
+        return self._keep(sequences, drafts, kept)
 
-    def rate(self, sequence_id: str) -> float:
-        """Acceptance per level of one sequence: its own latest, and all sequences' where it has few."""
-        accepted, tried = self._rates.get(sequence_id, (0.0, 0.0))
-        pool = self._pool[0] / self._pool[1]
-        return (accepted + pool * _POOL_WEIGHT) / (tried + _POOL_WEIGHT)
+    def _keep(
+        self, sequences: Sequence[DraftView], drafts: Sequence[Draft], kept: Sequence[Sequence[int]]
+    ) -> list[Draft]:
+        for view, draft, nodes in zip(sequences, drafts, kept, strict=True):
+            if self._on_cut is not None and len(nodes) < len(draft):
+                self._on_cut(view.id, draft, nodes)
+        return [subset(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
+
+    def _values(self, view: DraftView, draft: Draft) -> list[float]:
+        """Of each candidate, the probability that it becomes output."""
+        values: list[float] = []
+        for (kind, prior), parent in zip(kinds_of(draft), draft.parents, strict=False):
+            above = 1.0 if parent < 0 else values[parent]
+            values.append(above * self.acceptance.rate(kind, prior, view.id))
+        return values
+
+    def _windows_that_pay(
+        self, sequences: Sequence[DraftView], drafts: Sequence[Draft], cost: StepCost
+    ) -> list[list[int]]:
+        """Of each draft its nodes to observe and the candidates that they hang on, where that pays."""
+        windows: list[list[int]] = [[] for _ in drafts]
+        if not any(draft.num_observed for draft in drafts):
+            return windows
+        rows = len(sequences)
+        plain = rows / cost.at(rows)
+        seconds = 0.0
+        for at, (view, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            seconds = cost.at(rows + len(draft)) - cost.at(rows)
+            if draft.num_observed and self._brought.get(view.id, self._brings) >= plain * seconds:
+                windows[at] = _closed(draft, range(draft.num_candidates, len(draft)))
+                rows += len(windows[at])
+        if rows == len(sequences) and self._may_probe(cost, rows, _WINDOW_ROUNDS * len(drafts[-1]), 0.0):
+            self._brought, self._brings = {}, 1.0
+        return windows
+
+    def _may_probe(self, cost: StepCost, rows: int, more: int, seconds: float) -> bool:
+        """Whether it is time to draft more than pays, and the time for it is a small share."""
+        needed = cost.at(rows + more) - cost.at(rows) + seconds
+        if self._since_probe < PROBE_ROUNDS or needed > PROBE_SHARE * self._seconds_since_probe:
+            return False
+        self._since_probe, self._seconds_since_probe = 0, 0.0
+        return True
 
     def _ask(self, sequences: Sequence[DraftView]) -> list[Draft]:
         began = self._clock()
-        drafts = self.inner.propose(sequences)
+        drafts = [
+            truncate(no_deeper(draft, view.max_draft), view.room)
+            for view, draft in zip(sequences, self.inner.propose(sequences), strict=True)
+        ]
         deepest = max((max(depths(draft), default=0) for draft in drafts), default=0)
         if deepest:
             self._deepest = max(self._deepest, deepest)
             seconds = (self._clock() - began) / deepest
-            before = self._draft_seconds or seconds
-            self._draft_seconds = 0.8 * before + 0.2 * seconds
+            self._draft_seconds = 0.8 * (self._draft_seconds or seconds) + 0.2 * seconds
         return drafts
+
+    # ------------------------------------------------------------------ what came of it
 
     def observe(
         self,
@@ -206,26 +305,67 @@ class AdaptiveDrafter:
         hidden: Sequence[Mapping[int, Tensor]],
         logits: Sequence[Tensor | None],
     ) -> None:
-        seconds = self._clock() - self._proposed_at
-        if all(view.id in self._asked for view in sequences):  # no prompt in it
-            self.cost.observe(sum(len(rows) for rows in logits if rows is not None), seconds)
+        now, drafted, levels = self._clock(), 0, 0
         for view, outcome, rows in zip(sequences, accepted, logits, strict=True):
+            draft = self._drafts.get(view.id, EMPTY_DRAFT)
             if outcome is None or rows is None:
                 continue
-            tried = min(self._drafted.get(view.id, 0), len(rows) - 1)
-            if tried:
-                # Levels behind the first that failed were not tried.
-                found = len(outcome.path)
-                self._rates[view.id] = _learn(self._rates.get(view.id, (0.0, 0.0)), found, tried)
-                self._pool = _learn(self._pool, found, tried)
-        self._asked, self._drafted = set(), {}
+            if draft.num_read != len(rows) - 1:
+                draft = _seen(draft, len(rows) - 1)
+            drafted += len(draft)
+            levels += max(depths(draft), default=0)
+            self._learn(view.id, draft, outcome)
+            brought = len(outcome.path)
+            self._brought[view.id] = 0.9 * self._brought.get(view.id, self._brings) + 0.1 * brought
+            self._brings = 0.98 * self._brings + 0.02 * brought
+        if self._asked and all(view.id in self._asked for view in sequences):  # no prompt in it
+            self._cost(len(sequences)).observe(len(sequences) + drafted, now - self._proposed_at)
+            self._seconds_since_probe += now - self._began
+            if levels:
+                self._rows_per_level = 0.9 * self._rows_per_level + 0.1 * drafted / levels
+        self._asked, self._drafts = set(), {}
         self.inner.observe(sequences, accepted, hidden, logits)
 
+    def _learn(self, sequence_id: str, draft: Draft, outcome: Accepted) -> None:
+        """Every child of a node on the accepted path was tried; where it has none, nothing was."""
+        if not draft.num_candidates:
+            return
+        kinds, below = kinds_of(draft), children(draft)
+        for level, node in enumerate((-1, *outcome.path), start=1):
+            followers = below[node + 1]
+            for child in followers:
+                self.acceptance.learn(*kinds[child], sequence_id, child in outcome.path)
+            if followers:
+                kind = (min(level, _DEEPEST), 0)
+                self._levels.learn(kind, _OPTIMISTIC_RATE, "", len(outcome.path) >= level)
+
     def release(self, sequence_id: str) -> None:
-        self._rates.pop(sequence_id, None)
+        self.acceptance.release(sequence_id)
+        self._brought.pop(sequence_id, None)
         self.inner.release(sequence_id)
 
 
-def _learn(rate: tuple[float, float], found: int, tried: int) -> tuple[float, float]:
-    judged = found + (found < tried)
-    return rate[0] * _DECAY + found, rate[1] * _DECAY + judged
+def _no_deeper(sequences: Sequence[DraftView], levels: Sequence[int]) -> list[DraftView]:
+    return [
+        replace(view, max_draft=min(level, view.max_draft), max_nodes=view.room)
+        for view, level in zip(sequences, levels, strict=True)
+    ]
+
+
+def _closed(draft: Draft, nodes: Iterable[int]) -> list[int]:
+    """``nodes`` and all above them, ascending."""
+    found: set[int] = set()
+    for node in nodes:
+        while node >= 0 and node not in found:
+            found.add(node)
+            node = draft.parents[node]
+    return sorted(found)
+
+
+def _most_valuable(draft: Draft, values: Sequence[float], count: int) -> list[int]:
+    return _closed(draft, sorted(range(len(values)), key=lambda node: -values[node])[:count])
+
+
+def _seen(draft: Draft, num_read: int) -> Draft:
+    """What is left of ``draft`` where the step had no room for all: its first nodes, so many of them read."""
+    return next(cut for n in range(len(draft), -1, -1) if (cut := truncate(draft, n)).num_read <= num_read)

@@ -56,6 +56,7 @@ class _Job:
     room: int = 0
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
 
     @property
     def pending(self) -> int:
@@ -78,8 +79,7 @@ class DraftModelDrafter:
     greedy requests, draft the likeliest tokens: under ``exact`` acceptance a candidate x is accepted with
     probability p(x), so drawing it would accept sum(q p), which is at most the largest p.
 
-    Nothing is drafted while more than ``max_concurrency`` sequences have room for a draft. ``vocab_size`` is
-    the target's: rows that only pad one of the two vocabularies are never drafted.
+    ``vocab_size`` is the target's: rows that only pad one of the two vocabularies are never drafted.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -96,10 +96,8 @@ class DraftModelDrafter:
         vocab_size: int,
         prefix_cache: bool = True,
         sampled: bool = False,
-        max_concurrency: int | None = None,
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
-        self.max_concurrency = max_concurrency
         self._model = model
         self._store = new_store(num_pages * page_tokens)
         self._cache = PagedCache(num_pages, page_tokens, prefix_cache=prefix_cache, device=model.device)
@@ -114,8 +112,6 @@ class DraftModelDrafter:
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
         """Chains; raises InputError if the draft model's logits are not finite."""
         drafts = [EMPTY_DRAFT] * len(sequences)
-        if self.max_concurrency is not None and len(sequences) > self.max_concurrency:
-            return drafts
         jobs = self._jobs(sequences)
         if not jobs:
             return drafts
@@ -250,22 +246,25 @@ class DraftModelDrafter:
         """Append one token to each job by its row of ``logits``, and its law where it was drawn."""
         likeliest = logits.argmax(-1)
         # argmax takes NaN for the largest number, so the maximum shows every NaN and +inf.
-        if not bool(torch.isfinite(logits.gather(1, likeliest[:, None])).all()):
+        highest = logits.gather(1, likeliest[:, None])
+        if not bool(torch.isfinite(highest).all()):
             raise InputError(
                 "the draft model's logits are not finite; its weights or scales hold NaN or infinity, or the "
                 "dtype overflows: build it with another speculation.quantization, or use a wider dtype"
             )
         tokens = likeliest.tolist()
+        confidence = (highest[:, 0] - logits.logsumexp(-1)).exp().clamp(max=1.0).tolist()
         for row, job in enumerate(jobs):
             if self._sampled and not job.view.sampling.greedy:
                 law = TargetLaw(logits[row : row + 1], job.view.sampling)
                 tokens[row] = law.sample(0, job.state.draw)
                 job.laws.append(law.probs(0))
             job.tokens.append(tokens[row])
+            job.confidence.append(confidence[row])
 
     def _draft(self, job: _Job) -> Draft:
         if not job.laws:
-            return chain(job.tokens)
+            return chain(job.tokens, confidence=job.confidence)
         probs = torch.stack(job.laws)
         return chain(job.tokens, F.pad(probs, (0, self._vocab_size - probs.shape[1])))
 

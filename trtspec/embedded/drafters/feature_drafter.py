@@ -56,8 +56,7 @@ class FeatureDrafter:
 
     ``num_pages`` pages hold the state of all sequences in flight; a few more than the target's suffice, since
     a sequence has one position more here. ``samples``: draw the candidates of requests that sample from
-    the head's law and hand it over, for rejection acceptance; static trees only. Nothing is drafted in a
-    step where more than ``max_concurrency`` sequences have room for a draft.
+    the head's law and hand it over, for rejection acceptance; static trees only.
     """
 
     def __init__(
@@ -70,13 +69,11 @@ class FeatureDrafter:
         max_batch_size: int,
         prefix_cache: bool = True,
         samples: bool = False,
-        max_concurrency: int | None = None,
     ) -> None:
         if samples and isinstance(shape, DynamicTree):
             raise ValueError("the shape of a dynamic tree depends on its tokens: it cannot be drawn")
         self.hidden_layers = head.hidden_layers
         self.shape = shape
-        self.max_concurrency = max_concurrency
         self._head = head
         self._samples = samples
         self._scratch_per_sequence = shape.num_inner
@@ -179,8 +176,6 @@ class FeatureDrafter:
     @torch.inference_mode()
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(sequences)
-        if self.max_concurrency is not None and len(sequences) > self.max_concurrency:
-            return drafts
         drafting = self._begin(sequences)
         if not drafting:
             return drafts
@@ -229,10 +224,7 @@ class FeatureDrafter:
             top = torch.topk(logits, most, dim=-1)
             ids = top.indices if self._head.token_ids is None else self._head.token_ids[top.indices]
             tokens = ids.tolist()
-            if isinstance(self.shape, DynamicTree):
-                log_probs = (top.values - torch.logsumexp(logits, -1, keepdim=True)).tolist()
-            else:
-                log_probs = tokens  # not looked at
+            log_probs = (top.values - torch.logsumexp(logits, -1, keepdim=True)).tolist()
             for one in picked:
                 rows = slice(one.rows.start, one.rows.stop)
                 one.growth.extend(tokens[rows], log_probs[rows])

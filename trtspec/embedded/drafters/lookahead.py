@@ -13,7 +13,9 @@ last level while the others move up by one (a Jacobi step on every column).
 N - 1 tokens, chosen without randomness, hence point masses.
 
 Equal tokens under the same parent are one node. The lookahead branch's other nodes are there to be observed
-(:attr:`Draft.num_observed`), never to be accepted. At most (N - 2) + (W - 1 + G)(N - 1) nodes, which is
+(:attr:`Draft.num_observed`), never to be accepted. Only its last level is read: that is the Jacobi step, for
+which each of its columns needs the target's argmax. The levels above are there to be attended to, so they get
+no output projection (:attr:`Draft.silent`). At most (N - 2) + (W - 1 + G)(N - 1) nodes, which is
 TensorRT-LLM's own sizing, and at most N - 1 tokens are accepted, as there.
 """
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import DraftView
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, PrefixTree
+from trtspec.embedded.tree import EMPTY_DRAFT, Draft, PrefixTree, subset
 from trtspec.errors import InputError, Problem
 
 
@@ -60,8 +62,10 @@ class _State:
     current token."""
     pooled: int = 0
     """n-grams of the known text that end at or before this position are in the pool."""
+    ends: list[int] = field(default_factory=list)
+    """Of the last draft, the nodes of the window's last level (-1: the current token)."""
     rows: list[int] = field(default_factory=list)
-    """Of the last draft, the verification rows of the window's last level; [] if it held no window."""
+    """Of the last draft, the rows of the logits after the window's last level; [] if it held no window."""
 
 
 class LookaheadDrafter:
@@ -120,11 +124,26 @@ class LookaheadDrafter:
         if deepest > view.max_draft:
             return candidates
         state.levels[0][0] = tokens[-1]
-        rows = _add_window(tree, state.levels)
+        ends = _add_window(tree, state.levels)
         if len(tree) > view.room:
             return candidates
-        state.rows = rows
-        return tree.draft(num_observed=len(tree) - len(candidates))
+        draft = tree.draft(
+            num_observed=len(tree) - len(candidates),
+            silent=sorted(set(range(len(candidates), len(tree))) - set(ends)),
+        )
+        state.rows = _logit_rows(draft, ends)
+        state.ends = ends
+        return draft
+
+    def cut(self, sequence_id: str, draft: Draft, kept: Sequence[int]) -> None:
+        """Of the sequence's last ``draft`` the target will see the nodes ``kept`` only, ascending. With the
+        end of a column gone, the window stays as it was."""
+        state = self._states[sequence_id]
+        place = {-1: -1} | {node: at for at, node in enumerate(kept)}
+        if state.rows and all(node in place for node in state.ends):
+            state.rows = _logit_rows(subset(draft, kept), [place[node] for node in state.ends])
+        else:
+            state.rows = []
 
     def _new_state(self, tokens: Sequence[int]) -> _State:
         start = max(0, len(tokens) - self.window)
@@ -172,11 +191,17 @@ class LookaheadDrafter:
         self._states.pop(sequence_id, None)
 
 
+def _logit_rows(draft: Draft, nodes: Sequence[int]) -> list[int]:
+    """The rows of the draft's logits after ``nodes``: silent nodes have none."""
+    return [node + 1 - sum(silent < node for silent in draft.silent) for node in nodes]
+
+
 def _add_window(tree: PrefixTree, levels: Sequence[Sequence[int]]) -> list[int]:
-    """The rows of the last level, having added every guess as a node under the guesses that it sees."""
+    """The nodes of the last level, having added every guess as a node under the guesses that it sees; -1 is
+    the current token, the first column of a window of one level."""
     nodes = [-1]  # the current token
     for token in levels[0][1:]:
         nodes.append(tree.add(nodes[-1], token))
     for level in levels[1:]:
         nodes = [tree.add(above, token) for above, token in zip(nodes, level, strict=True)]
-    return [node + 1 for node in nodes]
+    return nodes

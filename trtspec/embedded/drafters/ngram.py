@@ -62,8 +62,6 @@ class NgramDrafter:
     that is most likely by the places' counts, with at most so many leaves. ``corpus`` gives further places:
     of its own longest suffix, for a chain where the sequence has none, for a tree besides the sequence's.
 
-    Nothing is drafted in a step where more than ``max_concurrency`` sequences have room for a draft.
-
     A call costs time in proportion to the tokens that are new since the sequence's last call, and
     memory is one dictionary entry per token and n-gram length. Raises InputError when the sizes do not
     fit each other.
@@ -76,7 +74,6 @@ class NgramDrafter:
         num_draft_tokens: int,
         min_ngram: int,
         max_ngram: int,
-        max_concurrency: int | None = None,
         *,
         branches: int = 1,
         corpus: Corpus | None = None,
@@ -95,11 +92,8 @@ class NgramDrafter:
                     key="speculation.max_ngram",
                 )
             )
-        if max_concurrency is not None and max_concurrency < 1:
-            problems.append(Problem(f"{max_concurrency} is below 1", key="speculation.max_concurrency"))
         if problems:
             raise InputError(problems)
-        self.max_concurrency = max_concurrency
         self.num_draft_tokens = num_draft_tokens
         self.min_ngram = min_ngram
         self.max_ngram = max_ngram
@@ -108,8 +102,6 @@ class NgramDrafter:
         self._indexes: dict[str, _Index] = {}
 
     def propose(self, sequences: Sequence[DraftView]) -> list[Draft]:
-        if self.max_concurrency is not None and len(sequences) > self.max_concurrency:
-            return [EMPTY_DRAFT] * len(sequences)
         return [self._propose(view) for view in sequences]
 
     def _propose(self, view: DraftView) -> Draft:
@@ -136,7 +128,8 @@ class NgramDrafter:
         )
         if n == 0:
             return likely_tree(self._corpus_ways(tokens, depth), depth, 1)
-        return chain(_copied(tokens, end, depth))
+        # The longer the match, the more likely it goes on: a first guess, which adaptive drafting calibrates.
+        return chain(_copied(tokens, end, depth), confidence=[n / (n + 1)] * depth)
 
     def _ways(self, index: _Index, tokens: Sequence[int], depth: int) -> list[Weighted]:
         """How the suffix went on at its earlier places in the sequence: the longest suffix first, the latest
@@ -208,27 +201,29 @@ def likely_tree(ways: Sequence[Weighted], max_nodes: int, branches: int) -> Draf
     """
     tree = PrefixTree()
     order = itertools.count()
-    heap: list[tuple[float, int, int, int, list[Weighted]]] = []
+    heap: list[tuple[float, int, float, int, int, list[Weighted]]] = []
+    shares: list[float] = []
 
     def offer(node: int, likelihood: float, depth: int, members: Sequence[Weighted]) -> None:
-        for score, token, followers in _followers(members, depth):
-            heapq.heappush(heap, (-likelihood * score, next(order), node, token, followers))
+        for share, token, followers in _followers(members, depth):
+            heapq.heappush(heap, (-likelihood * share, next(order), share, node, token, followers))
 
     depth_of = {-1: 0}
     has_child: set[int] = set()
     leaves = 0
     offer(-1, 1.0, 0, ways)
     while heap and len(tree) < max_nodes:
-        negated, _, parent, token, members = heapq.heappop(heap)
+        negated, _, share, parent, token, members = heapq.heappop(heap)
         new_leaf = parent == -1 or parent in has_child
         if new_leaf and leaves == branches:
             continue
         leaves += new_leaf
         has_child.add(parent)
         node = tree.add(parent, token)
+        shares.append(share)
         depth_of[node] = depth_of[parent] + 1
         offer(node, -negated, depth_of[node], members)
-    return tree.draft()
+    return tree.draft(confidence=shares)
 
 
 def _followers(members: Sequence[Weighted], depth: int) -> Iterator[tuple[float, int, list[Weighted]]]:

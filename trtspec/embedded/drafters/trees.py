@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -215,6 +216,7 @@ class Growth:
     probs: list[Tensor] | None = None
     """Of each node the law it was drawn from; None for point masses."""
     _values: list[float] = field(default_factory=list)
+    _log_probs: list[float] = field(default_factory=list)
     _tree_node: list[int] = field(default_factory=list)
 
     def num_children(self, row: int) -> int:
@@ -240,14 +242,16 @@ class Growth:
 
     def extend(self, candidates: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> None:
         """Add the children of the frontier: ``candidates[row]`` are tokens from the most likely down, at
-        least :meth:`num_ranks` of them unless the vocabulary is smaller."""
+        least :meth:`num_ranks` of them unless the vocabulary is smaller, and ``log_probs`` the drafter's
+        own for them."""
         if isinstance(self.shape, DynamicTree):
             self._extend_dynamic(self.shape, candidates, log_probs)
             return
         rows = range(len(self.frontier))
-        self._extend_static(
-            [[candidates[row][self.shape.ranks[n]] for n in self._below(row)] for row in rows]
-        )
+        chosen = [[self.shape.ranks[node] for node in self._below(row)] for row in rows]
+        for row, ranks in enumerate(chosen):
+            self._log_probs += [log_probs[row][rank] for rank in ranks]
+        self._extend_static([[candidates[row][rank] for rank in chosen[row]] for row in rows])
 
     def extend_drawn(self, drawn: Sequence[Sequence[int]], laws: Sequence[Tensor]) -> None:
         """Add children that were drawn without replacement: ``drawn[row]`` from ``laws[row]``, in order.
@@ -283,6 +287,7 @@ class Growth:
                 self.tokens.append(token)
                 self.parents.append(node)
                 self._values.append(above + min(log_prob, 0.0))
+                self._log_probs.append(log_prob)
         self.level += 1
         new = range(start, len(self.tokens))
         best = sorted(new, key=lambda node: -self._values[node])[: shape.top_k]
@@ -306,4 +311,11 @@ class Growth:
             tuple(self.tokens[node] for node in order),
             tuple(number[self.parents[node]] for node in order),
             probs,
+            confidence=self._confidence(order),
         )
+
+    def _confidence(self, order: Sequence[int]) -> tuple[float, ...] | None:
+        """The drafter's probabilities; None for nodes that were drawn."""
+        if self.probs is not None:
+            return None
+        return tuple(math.exp(min(self._log_probs[node], 0.0)) for node in order)
