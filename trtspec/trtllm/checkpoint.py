@@ -1,8 +1,7 @@
-"""What a checkpoint is to TensorRT-LLM: its sizes, and whether an export fits its source, backend and version.
+"""What a checkpoint is to TensorRT-LLM: its architecture, its sizes and what it says of its quantization.
 
-Reads config.json, hf_quant_config.json and the headers of the weights: no torch, no network. Unlike
-:mod:`trtspec.modelspec`, which admits only what trtspec itself computes with, this reads any architecture, because
-TensorRT-LLM runs more of them.
+Reads JSON files only: no torch, no network. Unlike :mod:`trtspec.modelspec`, which admits what trtspec itself
+computes with, this reads any architecture, because TensorRT-LLM runs more of them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from trtspec.errors import InputError, Problem
 from trtspec.known_models import find_known
-from trtspec.modelspec import CONFIG, GENERATION_CONFIG, QUANT_CONFIG, ModelSpec
+from trtspec.modelspec import CONFIG, GENERATION_CONFIG, QUANT_CONFIG, ModelSpec, read_modelspec
 from trtspec.tensor_headers import read_json
 
 ENCODER_DECODERS = (
@@ -53,6 +52,8 @@ class Checkpoint:
     """``quantization`` of hf_quant_config.json (ModelOpt); None without the file."""
     quant_method: str | None
     """``quantization_config.quant_method`` of config.json: what another tool, or ModelOpt, left there."""
+    spec: ModelSpec | None
+    """Where trtspec can compute with the model too."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -107,6 +108,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         quant_method=str(method["quant_method"])
         if isinstance(method, dict) and "quant_method" in method
         else None,
+        spec=_spec(folder),
     )
 
 
@@ -139,6 +141,7 @@ def of_spec(spec: ModelSpec, folder: Path | None = None) -> Checkpoint:
             "exclude_modules": list(quant.exclude_modules),
         },
         quant_method=None if quant is None else "modelopt",
+        spec=spec,
     )
 
 
@@ -146,6 +149,13 @@ def known_checkpoint(source: str) -> Checkpoint | None:
     """The checkpoint of a known model (by hub id or size), without having it; None if it is not known."""
     known = find_known(source)
     return None if known is None else of_spec(known.spec)
+
+
+def _spec(folder: Path) -> ModelSpec | None:
+    try:
+        return read_modelspec(folder)
+    except InputError:
+        return None
 
 
 def _has(folder: Path, name: str) -> bool:

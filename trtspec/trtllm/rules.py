@@ -1,59 +1,31 @@
 """What TensorRT-LLM does with a recipe: refusals, known failures and silent adjustments, by version and GPU.
 
-:func:`check` runs :data:`RULES` for one version. *error*: it cannot be built, or cannot run. *warning*: it is
-reported to go wrong, or is not what one would expect. *note*: you ask for one thing and the builder does another,
-or leaves it to you. Each rule is one function over a :class:`Case`; its docstring is the reason that
-``trtspec lint --explain`` prints, ``source`` says where it was learned (#: NVIDIA/TensorRT-LLM issue or pull
-request; TB: tensorrtllm_backend; MO: Model-Optimizer). The combinations that hold for every version are in
-:mod:`trtspec.recipe_rules`. The file is one list of small functions; splitting it would only scatter the list.
+:func:`check` runs :data:`RULES` for one version. *error*: it cannot be built, or cannot run. *warning*: it
+is reported to go wrong, or is not what one would expect. *note*: you ask for one thing and the builder does
+another, or leaves it to you. Each rule is one function over a :class:`~trtspec.trtllm.case.Case`
+(:mod:`~trtspec.trtllm.rules_build`, :mod:`~trtspec.trtllm.rules_draft`, :mod:`~trtspec.trtllm.rules_model`);
+its docstring is the reason that ``trtspec lint --explain`` prints, ``source`` says where it was learned:
+``#`` is an issue or pull request of NVIDIA/TensorRT-LLM, ``TB #`` of its Triton backend, ``MO #`` of ModelOpt.
+Combinations that hold for every version are in :mod:`trtspec.recipe_rules`. Nothing here was tried on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from trtspec.hardware import Gpu
 from trtspec.modelspec import ModelSpec
-from trtspec.recipe import (
-    DraftModelSpeculation,
-    Quantization,
-    Recipe,
-    TensorrtBackend,
-    W4A8AwqQuantization,
-    W4A16AwqQuantization,
-)
+from trtspec.recipe import Recipe
+from trtspec.trtllm import rules_build as build
+from trtspec.trtllm import rules_draft as draft_
+from trtspec.trtllm import rules_model as model
+from trtspec.trtllm.case import Case, Path, Told
 from trtspec.trtllm.checkpoint import Checkpoint, of_spec
-from trtspec.trtllm.facts import Facts, load_facts
-from trtspec.versions import parse_range, parse_version
+from trtspec.trtllm.facts import load_facts
 
 Severity = Literal["error", "warning", "note"]
-Path = tuple[str | int, ...]
-Told = Iterator[tuple[Path, str]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One recipe on one version. What is None is not known, and no rule that needs it speaks."""
-
-    recipe: Recipe
-    facts: Facts
-    gpu: Gpu | None
-    checkpoint: Checkpoint | None
-    draft: Checkpoint | None
-
-    @property
-    def engine(self) -> bool:
-        return isinstance(self.recipe.backend, TensorrtBackend)
-
-    @property
-    def version(self) -> str:
-        return self.facts.version
-
-    def before(self, version: str) -> bool:
-        """Whether this case's version is older than ``version``."""
-        return parse_version(self.version) < parse_version(version)
 
 
 @dataclass(frozen=True)
@@ -92,9 +64,10 @@ def check(
     :mod:`trtspec.trtllm.checkpoint`) those of their sizes. A recipe for the embedded backend has no findings.
     Raises InputError for a version without a table.
     """
+    facts = load_facts(version)
     if recipe.backend.kind == "embedded":
         return []
-    case = Case(recipe, load_facts(version), gpu, _plain(checkpoint), _plain(draft))
+    case = Case(recipe, facts, gpu, _plain(checkpoint), _plain(draft))
     return [
         Finding(rule.id, rule.severity, path, message)
         for rule in RULES.values()
@@ -106,74 +79,84 @@ def _plain(checkpoint: Checkpoint | ModelSpec | None) -> Checkpoint | None:
     return of_spec(checkpoint) if isinstance(checkpoint, ModelSpec) else checkpoint
 
 
-def _quantizations(recipe: Recipe) -> list[tuple[tuple[str, ...], Quantization]]:
-    found: list[tuple[tuple[str, ...], Quantization]] = [(("quantization",), recipe.quantization)]
-    if isinstance(recipe.speculation, DraftModelSpeculation):
-        found.append((("speculation", "quantization"), recipe.speculation.quantization))
-    return found
+_HARDWARE = "table of hardware in the documentation of 1.2.1"
+_BUILDER = "builder of 1.2.1, source"
 
-
-# --------------------------------------------------------------------------- version and GPU
-
-
-def _version(case: Case) -> Told:
-    """Engines ended with 1.2.1, the LLM API is taken from 1.0 on, and a recipe says which versions it means."""
-    backend = case.recipe.backend
-    asked = parse_range(backend.version)  # type: ignore[union-attr]
-    if backend.kind not in case.facts.backends:
-        yield (
-            ("backend", "kind"),
-            f"{backend.kind} does not exist in TensorRT-LLM {case.version}; it has "
-            f"{' and '.join(case.facts.backends)}; choose another version, or migrate the recipe",
-        )
-    elif not asked.admits(case.version):
-        yield ("backend", "version"), f"{asked} does not admit {case.version}; widen it or choose another"
-
-
-def _fp8_sm(case: Case) -> Told:
-    """Tensor cores multiply FP8 from Ada (sm89) on."""
-    if case.gpu is not None and case.gpu.sm < 89:
-        for path, quantization in _quantizations(case.recipe):
-            if quantization.kind in ("fp8", "w4a8_awq"):
-                yield (
-                    (*path, "kind"),
-                    f"{quantization.kind} computes in FP8 and {case.gpu.name} is sm{case.gpu.sm}; it needs "
-                    "sm89 or newer; choose w4a16_awq",
-                )
-
-
-def _nvfp4_sm(case: Case) -> Told:
-    """Tensor cores multiply NVFP4 from Blackwell (sm100) on."""
-    if case.gpu is not None and case.gpu.sm < 100:
-        for path, quantization in _quantizations(case.recipe):
-            if quantization.kind == "nvfp4":
-                yield (
-                    (*path, "kind"),
-                    f"nvfp4 needs sm100 or newer and {case.gpu.name} is sm{case.gpu.sm}; choose fp8",
-                )
-
-
-def _awq_group(case: Case) -> Told:
-    """The groupwise 4-bit kernels exist for 64 and 128 weights a scale, those with FP8 activations for 128."""
-    for path, quantization in _quantizations(case.recipe):
-        if isinstance(quantization, W4A8AwqQuantization) and quantization.group_size != 128:
-            allowed = "128"
-        elif isinstance(quantization, W4A16AwqQuantization) and quantization.group_size == 32:
-            allowed = "64 and 128"
-        else:
-            continue
-        yield (
-            (*path, "group_size"),
-            f"found {quantization.group_size}; TensorRT-LLM has {quantization.kind} kernels for {allowed}; "
-            "write 128",
-        )
-
-
-_TABLE: Sequence[Rule] = (
-    Rule("trtllm-version", "error", "facts of each version; #8223, PR #15907, #15918, #16369", _version),
-    Rule("trtllm-fp8-sm", "error", "#1770; hardware table of 1.2.1", _fp8_sm),
-    Rule("trtllm-nvfp4-sm", "error", "hardware table of 1.2.1", _nvfp4_sm),
-    Rule("trtllm-awq-group", "error", "#988; message of the fine-grained GEMM kernels", _awq_group),
+_TABLE = (
+    # version and GPU
+    Rule("trtllm-version", "error", "tables of each version; #8223, #15907, #15918, #16369", build.version),
+    Rule("trtllm-last-engines", "note", "#11723, #15907, #15918, #16369", build.last_engines),
+    Rule("trtllm-fp8-sm", "error", f"#1770; {_HARDWARE}", build.fp8_sm),
+    Rule("trtllm-nvfp4-sm", "error", _HARDWARE, build.nvfp4_sm),
+    Rule("trtllm-nvfp4-kv-sm", "error", _HARDWARE, build.nvfp4_kv_sm),
+    Rule("trtllm-engine-blackwell", "error", _BUILDER, build.engine_blackwell),
+    Rule("trtllm-awq-blackwell", "warning", _HARDWARE, build.awq_blackwell),
+    Rule("trtllm-w4a8-kv8-ada", "error", "#9253", build.w4a8_kv8_ada),
+    Rule("trtllm-w4a8-engine-ada", "warning", "#1792, #1104, #1770", build.w4a8_engine_ada),
+    Rule("trtllm-fp8-phi-blackwell", "warning", "#8308", build.fp8_phi_blackwell),
+    Rule("trtllm-memory", "error", "arithmetic; #1012", build.memory),
+    # quantization
+    Rule("trtllm-quant-format", "error", "tables of each version; #6680", build.quant_format),
+    Rule("trtllm-awq-group", "error", "#988; message of the fine-grained GEMM kernels", build.awq_group),
+    Rule("trtllm-lm-head-option", "error", "tables of each version", build.lm_head_option),
+    Rule("trtllm-lm-head", "warning", "MO #153", build.lm_head),
+    Rule("trtllm-engine-exclude", "error", "tables of each version", build.engine_exclude),
+    Rule("trtllm-engine-alpha", "warning", "tables of each version; ModelOpt's preset", build.engine_alpha),
+    Rule("trtllm-sq-dtype", "warning", "#2559", build.sq_dtype),
+    Rule("trtllm-paged-refused", "error", "builder of 0.17, source", build.paged_refused),
+    Rule("trtllm-paged-off", "note", f"#8862, #2166, TB #271; {_BUILDER}", build.paged_off),
+    Rule("trtllm-awq-kv8-kernel", "warning", "#8862", build.awq_kv8_kernel),
+    Rule("trtllm-awq-kv8-drafting", "error", "#8862", build.awq_kv8_drafting),
+    Rule("trtllm-fp8-context", "note", f"#2112; {_BUILDER}", build.fp8_context),
+    Rule("trtllm-fused-mlp", "note", _BUILDER, build.fused_mlp),
+    Rule("trtllm-nvfp4-gemm", "note", _BUILDER, build.nvfp4_gemm),
+    # limits
+    Rule("trtllm-kv-fraction", "note", "#1012", build.kv_fraction),
+    Rule("trtllm-kv-tokens", "note", "tables of each version", build.kv_tokens),
+    Rule("trtllm-rows-raised", "note", _BUILDER, build.rows_raised),
+    Rule("trtllm-rows-capped", "note", _BUILDER, build.rows_capped),
+    Rule("trtllm-rows-large", "warning", _BUILDER, build.rows_large),
+    Rule("trtllm-several-nodes", "warning", "documentation of launch_triton_server.py", build.several_nodes),
+    # drafting
+    Rule("trtllm-ngram-engine", "warning", "documentation of run.py", draft_.ngram_engine),
+    Rule("trtllm-ngram-shortest", "note", "tables of each version", draft_.ngram_shortest),
+    Rule("trtllm-bls", "warning", "TB #676, #2709, #2671", draft_.bls),
+    Rule("trtllm-bls-logits", "note", "TB #676; documentation of run.py", draft_.bls_logits),
+    Rule("trtllm-draft-memory", "note", "#3497", draft_.draft_memory),
+    Rule("trtllm-draft-reuse", "note", "#5448", draft_.draft_reuse),
+    Rule("trtllm-overlap-off", "note", "drafting documentation; ai-dynamo/dynamo #14339", draft_.overlap_off),
+    Rule("trtllm-greedy-only", "note", "Medusa and EAGLE documentation", draft_.greedy_only),
+    Rule("trtllm-typical-delta", "warning", "EAGLE documentation", draft_.typical_delta),
+    Rule("trtllm-default-tree", "note", "#2506", draft_.default_tree),
+    Rule("trtllm-heads-format", "error", "#2115; tables of each version", draft_.heads_format),
+    Rule("trtllm-eagle-target", "error", "EAGLE documentation; tables of each version", draft_.eagle_target),
+    Rule("trtllm-eagle2", "warning", "Triton's guide to drafting; EAGLE documentation", draft_.eagle2),
+    Rule("trtllm-converted-length", "note", "builder of 0.17, source", draft_.converted_length),
+    Rule("trtllm-grown-sequence", "note", _BUILDER, draft_.grown_sequence),
+    Rule("trtllm-eagle3-workstation", "warning", "#11125", draft_.eagle3_workstation),
+    Rule("trtllm-acceptance-gate", "note", "#18905, #5146", draft_.acceptance_gate),
+    # checkpoints
+    Rule("trtllm-encoder-decoder", "error", "#2419", model.encoder_decoder),
+    Rule("trtllm-architecture", "warning", "list of models of 1.0.0, documentation", model.architecture),
+    Rule("trtllm-foreign-checkpoint", "error", "#3548", model.foreign_checkpoint),
+    Rule("trtllm-medusa-architecture", "error", "#1798; Medusa documentation", model.medusa_architecture),
+    Rule("trtllm-medusa-qwen", "warning", "#2678", model.medusa_qwen),
+    Rule("trtllm-eagle-architecture", "error", "#10396", model.eagle_architecture),
+    Rule("trtllm-eagle3-architecture", "warning", "#18905, #6158, #7488", model.eagle3_architecture),
+    Rule(
+        "trtllm-engine-quantized-architecture",
+        "error",
+        "#6513, MO #271; table of the engine flow",
+        model.engine_quantized_architecture,
+    ),
+    Rule("trtllm-qwen-fp8-kv", "warning", "#8572", model.qwen_fp8_kv),
+    Rule("trtllm-heads-shard", "error", "arithmetic", model.heads_shard),
+    Rule("trtllm-layers-shard", "error", "arithmetic", model.layers_shard),
+    Rule("trtllm-group-shard", "error", "#9253", model.group_shard),
+    Rule("trtllm-draft-vocabulary", "warning", "drafting documentation; #2684", model.draft_vocabulary),
+    Rule("trtllm-draft-logits", "error", "drafting documentation; #2684", model.draft_logits),
+    Rule("trtllm-draft-positions", "warning", "arithmetic", model.draft_positions),
+    Rule("trtllm-grown-positions", "warning", _BUILDER, model.grown_positions),
 )
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _TABLE}
