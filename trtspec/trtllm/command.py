@@ -13,15 +13,16 @@ class Paths:
     """Folders as commands and files name them; the defaults are variables that a script sets.
 
     ``model``: the 16-bit target checkpoint. ``draft``: the draft model's. ``heads``: the trained heads.
-    ``work``: where everything is made, see :mod:`trtspec.trtllm.plan`. ``examples``: TensorRT-LLM's
-    ``examples`` folder. ``calibration``: what quantize.py calibrates on: a data set of the hub or a folder of
-    JSONL with ``text``.
+    ``work``: where everything is made, see :mod:`trtspec.trtllm.plan`; ``files``: where the plan's files are,
+    the work folder itself in a script. ``examples``: TensorRT-LLM's ``examples`` folder. ``calibration``: what
+    quantize.py calibrates on: a data set of the hub or a folder of JSONL with ``text``.
     """
 
     model: str = "${MODEL_DIR}"
     draft: str = "${DRAFT_DIR}"
     heads: str = "${HEADS_DIR}"
     work: str = "${WORK_DIR}"
+    files: str = "${WORK_DIR}"
     examples: str = "${EXAMPLES_DIR}"
     calibration: str = "${CALIB_DATASET}"
 

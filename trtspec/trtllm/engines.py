@@ -31,7 +31,6 @@ from trtspec.recipe import (
     TreePaths,
     W4A8AwqQuantization,
     W4A16AwqQuantization,
-    W8A8SqQuantization,
 )
 from trtspec.recipe_facts import drafted_positions, paged_context_off
 from trtspec.trtllm.command import Command, Paths
@@ -95,7 +94,8 @@ def engine_commands(
 ) -> EngineCommands:
     """The commands for a ``tensorrt`` recipe, flags not yet held against the version's table.
 
-    ``architecture``: as config.json names it, None if unknown. ``num_heads``: Medusa heads that were trained."""
+    ``architecture``: as config.json names it, None if unknown; it chooses the script that converts 16-bit
+    weights. ``num_heads``: Medusa heads that were trained."""
     work, speculation = paths.work, recipe.speculation
     target = _Part("", paths.model, f"{work}/target", f"{work}/engine", recipe.quantization, architecture)
     commands = [*_checkpoint(recipe, version, paths, target, num_heads), _build(recipe, target, draft=False)]
@@ -163,7 +163,7 @@ def _convert(recipe: Recipe, version: str, paths: Paths, part: _Part, name: str)
 
 
 def medusa_heads(speculation: MedusaSpeculation, num_heads: int | None) -> int:
-    """Heads that an engine is built with: those trained, else as many as the tree is deep, 4 for the default."""
+    """Heads that an engine is built with: those trained, else the tree's depth (4 of the default one)."""
     if num_heads is not None:
         return num_heads
     return max((len(path) for path in speculation.choices or ()), default=DEFAULT_MEDUSA_HEADS)
@@ -316,78 +316,48 @@ def _drafting(recipe: Recipe) -> list[str]:
 
 
 def _problems(recipe: Recipe, part: _Part, num_heads: int | None) -> Iterator[Problem]:
+    """Beyond the rules: what no flag check can find because there is no flag."""
     quantization = part.quantization
-    section = f"{part.key}quantization"
-    if getattr(quantization, "exclude", ()):
-        yield Problem(
-            "quantize.py has no option for modules to leave in 16 bit; write [] for engines",
-            key=f"{section}.exclude",
-        )
     if getattr(quantization, "lm_head", False) and quantization.kind != "fp8":
         yield Problem(
             f"quantize.py quantizes the output projection for fp8 only, not {quantization.kind}; write false",
-            key=f"{section}.lm_head",
+            key=f"{part.key}quantization.lm_head",
         )
-    if part.key:
-        return
     speculation = recipe.speculation
-    if isinstance(speculation, EagleSpeculation):
-        if quantization.kind != "none" or quantization.kv_cache != "none":
-            yield Problem(
-                "eagle/convert_checkpoint.py converts 16-bit targets only; write kind: none and "
-                "kv_cache: none, or choose medusa for fp8",
-                key="quantization.kind",
-            )
-        if speculation.quantization != "none":
-            yield Problem("EAGLE engines keep the head in 16 bit; write none", key="speculation.quantization")
-    if isinstance(speculation, MedusaSpeculation):
-        plain = quantization.kind == "none" and quantization.kv_cache == "none"
-        if speculation.quantization != "none" and plain:
-            yield Problem(
-                "Medusa heads are quantized together with the target only (--quant_medusa_head); write none",
-                key="speculation.quantization",
-            )
-        deep = max((len(path) for path in speculation.choices or ()), default=DEFAULT_MEDUSA_HEADS)
-        if num_heads is not None and deep > num_heads:
-            tree = "the default tree" if speculation.choices is None else "the longest path"
-            yield Problem(
-                f"{tree} is {deep} deep and {num_heads} heads were trained; write choices of at most "
-                f"{num_heads} levels",
-                key="speculation.choices",
-            )
+    if part.key or not isinstance(speculation, MedusaSpeculation) or num_heads is None:
+        return
+    deep = max((len(path) for path in speculation.choices or ()), default=DEFAULT_MEDUSA_HEADS)
+    if deep > num_heads:
+        tree = "the default tree" if speculation.choices is None else "the longest path"
+        yield Problem(
+            f"{tree} is {deep} deep and {num_heads} heads were trained; write choices of at most "
+            f"{num_heads} levels",
+            key="speculation.choices",
+        )
 
 
 def _notes(recipe: Recipe, part: _Part) -> Iterator[str]:
+    """What is written otherwise than the recipe says; what TensorRT-LLM then does is said by the rules."""
     quantization = part.quantization
-    whose = "draft: " if part.key else ""
     calibrated = quantization.kind != "none" or quantization.kv_cache != "none"
+    key = f"{part.key}quantization.calibration"
     if calibrated:
         yield (
-            f"{whose}calibration: the recipe asks for {quantization.calibration.data} texts; quantize.py reads a "
-            "data set of the hub or a folder of JSONL with text, which CALIB_DATASET names"
+            f"{key}.data: {quantization.calibration.data}; quantize.py reads a data set of the hub, or a "
+            "folder of JSONL with text: the one that CALIB_DATASET names"
         )
     if "awq" in quantization.kind and quantization.calibration.num_samples > _AWQ_TEXTS:
         yield (
-            f"{whose}calibration: the recipe asks for {quantization.calibration.num_samples} texts; "
-            f"quantize.py takes {_AWQ_TEXTS} for AWQ"
-        )
-    if isinstance(quantization, W8A8SqQuantization):
-        yield (
-            f"{whose}alpha: the recipe asks for {quantization.alpha:g}; quantize.py has no option for it and "
-            "takes ModelOpt's own"
+            f"{key}.num_samples: {quantization.calibration.num_samples}; quantize.py takes {_AWQ_TEXTS} "
+            "for AWQ"
         )
     if part.key:
         return
     speculation = recipe.speculation
     if isinstance(speculation, MedusaSpeculation) and calibrated and recipe.backend.dtype != "float16":
-        yield f"heads: quantize.py loads them as float16 whatever the target's dtype ({recipe.backend.dtype})"
+        yield f"speculation.heads: quantize.py loads them as float16, the target is {recipe.backend.dtype}"
     if isinstance(speculation, DraftModelSpeculation | NgramSpeculation):
         yield (
-            f"prompts: the engine admits {recipe.limits.max_seq_tokens - 1} tokens instead of "
-            f"{recipe.limits.max_input_tokens}, because every step sends what was said so far as a prompt"
-        )
-    if isinstance(speculation, NgramSpeculation):
-        yield (
-            "drafts: an engine takes draft tokens and makes none; who sends requests looks them up "
-            f'(run.py --prompt_lookup_config="[{speculation.num_draft_tokens},{speculation.max_ngram},[0]]")'
+            f"limits.max_input_tokens: {recipe.limits.max_input_tokens}; the engine admits "
+            f"{recipe.limits.max_seq_tokens - 1}, because every step sends what was said so far as a prompt"
         )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtspec.errors import Problem
+from trtspec.errors import InputError, Problem
 from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
@@ -25,6 +25,7 @@ from trtspec.recipe import (
     W8A8SqQuantization,
 )
 from trtspec.recipe_facts import paged_context_off
+from trtspec.trtllm.checkpoint import Checkpoint
 from trtspec.trtllm.command import Command, Paths
 from trtspec.trtllm.facts import Facts
 
@@ -52,13 +53,21 @@ def draft_folder(recipe: Recipe, paths: Paths) -> str | None:
 # --------------------------------------------------------------------------- options
 
 
-def llm_options(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any]:
-    """LLM()'s keyword arguments but ``model``, for a ``pytorch`` recipe; keys not yet held against the table.
+def llm_options(
+    recipe: Recipe, facts: Facts, paths: Paths, checkpoint: Checkpoint | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """LLM()'s keyword arguments but ``model``, for a ``pytorch`` recipe, not yet held against the table, and
+    what kept one from being written.
 
     Every size that the recipe states is written even where it equals a default: those differ by version."""
     backend, limits = recipe.backend, recipe.limits
     assert isinstance(backend, PytorchBackend)
-    chunked = _chunked(recipe)
+    chunked, problems = _chunked(recipe), []
+    kv_cache = {"enable_block_reuse": chunked, "dtype": _kv_dtype(recipe)}
+    try:
+        kv_cache |= _kv_size(recipe, facts, checkpoint)
+    except InputError as error:
+        problems = error.problems
     options: dict[str, Any] = {
         "dtype": backend.dtype,
         "tensor_parallel_size": recipe.parallel.tp,
@@ -74,7 +83,7 @@ def llm_options(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any]:
         "cuda_graph_config": (
             {"enable_padding": True, "max_batch_size": limits.max_batch_size} if backend.cuda_graphs else None
         ),
-        "kv_cache_config": _kv_cache(recipe, reuse=chunked),
+        "kv_cache_config": kv_cache,
         "scheduler_config": {"capacity_scheduler_policy": "GUARANTEED_NO_EVICT"},
         # Counts of drafted and accepted tokens, which a served engine is judged by.
         "enable_iter_perf_stats": True,
@@ -84,7 +93,7 @@ def llm_options(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any]:
     drafting = _speculative(recipe, facts, paths)
     if drafting is not None:
         options["speculative_config"] = drafting
-    return options
+    return options, problems
 
 
 def overlap(recipe: Recipe) -> bool:
@@ -96,17 +105,47 @@ def overlap(recipe: Recipe) -> bool:
 
 
 def _chunked(recipe: Recipe) -> bool:
-    """Chunked prefill and KV reuse both read a paged cache in the context kernel; VANILLA has no such kernel."""
+    """Chunked prefill and KV reuse read a paged cache in the context kernel, which VANILLA has not."""
     assert isinstance(recipe.backend, PytorchBackend)
     return paged_context_off(recipe) is None and recipe.backend.attention != "VANILLA"
 
 
-def _kv_cache(recipe: Recipe, *, reuse: bool) -> dict[str, Any]:
-    kv = recipe.quantization.kv_cache
-    config: dict[str, Any] = {"enable_block_reuse": reuse, "dtype": "auto" if kv == "none" else kv}
-    if recipe.limits.kv_cache_bytes is not None:
-        config["max_gpu_total_bytes"] = recipe.limits.kv_cache_bytes
-    return config
+def _kv_dtype(recipe: Recipe) -> str:
+    """auto: the checkpoint's, which then says nothing but 16 bit."""
+    return "auto" if recipe.quantization.kv_cache == "none" else recipe.quantization.kv_cache
+
+
+def _kv_size(recipe: Recipe, facts: Facts, checkpoint: Checkpoint | None) -> dict[str, int]:
+    """The KV cache's size as the version takes it: in bytes, or up to 1.0 in tokens of this model."""
+    size = recipe.limits.kv_cache_bytes
+    if size is None:
+        return {}
+    if "max_gpu_total_bytes" in facts.classes["KvCacheConfig"]:
+        return {"max_gpu_total_bytes": size}
+    per_token = checkpoint and kv_bytes_per_token(
+        checkpoint, recipe.quantization.kv_cache, recipe.parallel.tp
+    )
+    if not per_token:
+        message = (
+            f"TensorRT-LLM {facts.version} takes the size of the KV cache in tokens, and the sizes of "
+            f"{recipe.model.source} are not known here; download the model, or write null"
+        )
+        raise InputError(Problem(message, key="limits.kv_cache_bytes"))
+    return {"max_tokens": max(1, int(size / per_token))}
+
+
+def kv_bytes_per_token(checkpoint: Checkpoint, kv_cache: str, tp: int = 1) -> float | None:
+    """Bytes that one token's keys and values take on each of ``tp`` GPUs; None if a size is not known.
+
+    A GPU has at least one KV head: with fewer heads than GPUs they are repeated."""
+    heads, layers = checkpoint.num_kv_heads, checkpoint.num_layers
+    dim = checkpoint.head_dim
+    if dim is None and checkpoint.hidden_size and checkpoint.num_heads:
+        dim = checkpoint.hidden_size // checkpoint.num_heads
+    if not heads or not layers or not dim:
+        return None
+    element = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}[kv_cache]  # nvfp4: a scale for 16
+    return 2 * layers * max(1, heads // tp) * dim * element
 
 
 def _speculative(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any] | None:
@@ -160,42 +199,19 @@ def _model_key(facts: Facts) -> str:
     return "speculative_model" if "speculative_model" in fields else "speculative_model_dir"
 
 
-def option_problems(recipe: Recipe, facts: Facts, options: Mapping[str, Any], model: str) -> list[Problem]:
-    """What the version's classes do not take, and what the recipe asks for that has no key at all."""
-    problems = [
-        Problem(f"llm_api.yaml: {wrong}")
-        for wrong in facts.check_keys("TorchLlmArgs", {"model": model, **options})
-    ]
+def option_problems(facts: Facts, options: Mapping[str, Any], model: str) -> list[Problem]:
+    """What the version's classes do not take."""
+    wrong = facts.check_keys("TorchLlmArgs", {"model": model, **options})
     # From 1.3 on the key's type is a union that the table does not hold; its members' common keys it does.
     if isinstance(graphs := options.get("cuda_graph_config"), Mapping):
-        problems += [
-            Problem(f"llm_api.yaml: {wrong}")
-            for wrong in facts.check_keys("CudaGraphConfig", graphs, "cuda_graph_config")
-        ]
-    if isinstance(recipe.speculation, Eagle3Speculation) and recipe.speculation.quantization != "none":
-        problems.append(
-            Problem(
-                "the LLM API loads EAGLE-3 heads as they are and nothing here quantizes them; write none",
-                key="speculation.quantization",
-            )
-        )
-    unique = {(problem.key, problem.message): problem for problem in problems}
-    return list(unique.values())
+        wrong += facts.check_keys("CudaGraphConfig", graphs, "cuda_graph_config")
+    return [Problem(f"llm_api.yaml: {message}") for message in dict.fromkeys(wrong)]
 
 
-def option_notes(recipe: Recipe, version: str) -> Iterator[str]:
-    """What TensorRT-LLM does otherwise than the recipe says."""
-    speculation = recipe.speculation
-    if isinstance(speculation, NgramSpeculation):
-        if speculation.min_ngram > 1:
-            yield (
-                f"min_ngram: the recipe asks for {speculation.min_ngram}; TensorRT-LLM has no such key and "
-                "matches down to 1 token"
-            )
-    if isinstance(speculation, NgramSpeculation | DraftModelSpeculation) and recipe.backend.kind == "pytorch":
-        yield "overlap scheduler: off, because this method drafts between steps"
-    if recipe.backend.kind == "pytorch" and recipe.backend.attention == "VANILLA":
-        yield "chunked prefill and KV reuse: off, because attention VANILLA has no kernel for them"
+def option_notes(recipe: Recipe) -> Iterator[str]:
+    """What is written otherwise than the recipe says; what TensorRT-LLM then does is said by the rules."""
+    if isinstance(recipe.backend, PytorchBackend) and recipe.backend.attention == "VANILLA":
+        yield "backend.attention: VANILLA has no kernel for chunked prefill and KV reuse, which are off"
 
 
 # --------------------------------------------------------------------------- commands
@@ -236,7 +252,7 @@ def _quantize(quantization: Quantization, model: str, output: str, whose: str) -
     return Command(
         "trtspec quantize",
         ("trtspec", "quantize", *words),
-        f"{whose} in {quantization.kind}, KV cache {quantization.kv_cache}, as a Hugging Face folder (ModelOpt)",
+        f"{whose} in {quantization.kind}, KV cache {quantization.kv_cache}, as a Hugging Face folder",
         output,
     )
 

@@ -1,8 +1,9 @@
 """What TensorRT-LLM has to be told for a recipe: commands and files, rendered for one of its versions.
 
 :func:`plan_commands` is pure. Every flag, key and value is held against the table of that version
-(:mod:`trtspec.trtllm.facts`) before it is returned; what has no spelling there is refused. None of it has been run
-where it was rendered, and :func:`label` says so on everything that is made from a plan.
+(:mod:`trtspec.trtllm.facts`) before it is returned; what has no spelling there is refused, as is what the
+rules (:mod:`trtspec.trtllm.rules`) know to fail. None of it has been run where it was rendered, and
+:func:`label` says so on everything that is made from a plan.
 
 The work folder that commands fill::
 
@@ -17,10 +18,13 @@ The work folder that commands fill::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtspec.errors import InputError, Problem
-from trtspec.recipe import PytorchBackend, Recipe, TensorrtBackend
+from trtspec.hardware import Gpu
+from trtspec.recipe import EmbeddedBackend, PytorchBackend, Recipe, TensorrtBackend
+from trtspec.recipe_yaml import dotted
+from trtspec.trtllm.checkpoint import Checkpoint
 from trtspec.trtllm.command import Command, Paths
 from trtspec.trtllm.engines import engine_commands
 from trtspec.trtllm.facts import Facts, load_facts, versions_for
@@ -34,6 +38,7 @@ from trtspec.trtllm.llm_api import (
     target_folder,
     to_yaml,
 )
+from trtspec.trtllm.rules import check
 from trtspec.versions import parse_range
 
 __all__ = [
@@ -73,7 +78,9 @@ class TrtllmPlan:
     """The folder of the draft model's engine or checkpoint; None without one."""
     serve: Command | None = None
     notes: tuple[str, ...] = ()
-    """What the builder will do otherwise than the recipe asks, and what could not be checked."""
+    """What will be done otherwise than the recipe asks."""
+    warnings: tuple[str, ...] = ()
+    """What is reported to go wrong with such a recipe."""
 
 
 def label(version: str) -> str:
@@ -109,63 +116,86 @@ def plan_commands(
     version: str,
     *,
     paths: Paths | None = None,
-    architecture: str | None = None,
-    draft_architecture: str | None = None,
+    checkpoint: Checkpoint | None = None,
+    draft: Checkpoint | None = None,
+    gpu: Gpu | None = None,
     num_heads: int | None = None,
 ) -> TrtllmPlan:
     """The commands and files for ``recipe`` on TensorRT-LLM ``version``.
 
-    ``architecture``, ``draft_architecture``: as config.json names them, None if unknown; they choose the script
-    that converts 16-bit weights. ``num_heads``: Medusa heads that were trained, if known. Raises InputError for
-    what that version has no flag, key or value for, all of it at once.
+    ``checkpoint``, ``draft``: the recipe's models, ``gpu``: what will serve, ``num_heads``: Medusa heads that
+    were trained; None where it is not known, and then not checked. Raises InputError, with everything at
+    once, for what the rules refuse, else for what that version has no flag, key or value for.
     """
     paths, facts = paths or Paths(), load_facts(version)
-    if isinstance(recipe.backend, TensorrtBackend):
-        made = engine_commands(
-            recipe,
-            facts.version,
-            paths,
-            architecture=architecture,
-            draft_architecture=draft_architecture,
-            num_heads=num_heads,
-        )
-        problems = [*made.problems, *_flag_problems(facts, made.commands)]
-        plan = TrtllmPlan(
-            recipe=recipe,
-            version=facts.version,
-            container=_container(facts.version),
-            commands=made.commands,
-            files={},
-            model=made.target,
-            draft_model=made.draft,
-            notes=made.notes,
-        )
-    elif isinstance(recipe.backend, PytorchBackend):
-        if "pytorch" not in facts.backends:
-            raise InputError(
-                Problem(f"TensorRT-LLM {facts.version} has no pytorch backend here; from 1.0 on")
-            )
-        model, options = target_folder(recipe, paths), llm_options(recipe, facts, paths)
-        serve = serve_command(recipe, facts, model, f"{paths.work}/{LLM_API_FILE}")
-        problems = [*option_problems(recipe, facts, options, model), *_flag_problems(facts, (serve,))]
-        plan = TrtllmPlan(
-            recipe=recipe,
-            version=facts.version,
-            container=_container(facts.version),
-            commands=tuple(checkpoint_commands(recipe, paths)),
-            files={LLM_API_FILE: _header(recipe, facts.version) + to_yaml(options)},
-            model=model,
-            draft_model=draft_folder(recipe, paths),
-            serve=serve,
-            notes=tuple(option_notes(recipe, facts.version)),
-        )
-    else:
+    if isinstance(recipe.backend, EmbeddedBackend):
         raise InputError(
             Problem("the embedded backend needs no TensorRT-LLM; trtspec build makes its engine")
         )
+    findings = check(recipe, facts.version, gpu=gpu, checkpoint=checkpoint, draft=draft)
+    if errors := [finding for finding in findings if finding.severity == "error"]:
+        raise InputError(
+            [Problem(f"{found.message} [{found.rule}]", key=dotted(found.path)) for found in errors]
+        )
+    if isinstance(recipe.backend, TensorrtBackend):
+        plan, problems = _engine_plan(recipe, facts, paths, checkpoint, draft, num_heads)
+    else:
+        plan, problems = _llm_api_plan(recipe, facts, paths, checkpoint)
     if problems:
         raise InputError(problems)
-    return plan
+    told = [f"{dotted(found.path)}: {found.message}" for found in findings if found.severity == "note"]
+    warned = [f"{dotted(found.path)}: {found.message}" for found in findings if found.severity == "warning"]
+    return replace(plan, notes=(*plan.notes, *told), warnings=tuple(warned))
+
+
+def _engine_plan(
+    recipe: Recipe,
+    facts: Facts,
+    paths: Paths,
+    checkpoint: Checkpoint | None,
+    draft: Checkpoint | None,
+    num_heads: int | None,
+) -> tuple[TrtllmPlan, list[Problem]]:
+    made = engine_commands(
+        recipe,
+        facts.version,
+        paths,
+        architecture=checkpoint.architecture if checkpoint else None,
+        draft_architecture=draft.architecture if draft else None,
+        num_heads=num_heads,
+    )
+    plan = TrtllmPlan(
+        recipe=recipe,
+        version=facts.version,
+        container=_container(facts.version),
+        commands=made.commands,
+        files={},
+        model=made.target,
+        draft_model=made.draft,
+        notes=made.notes,
+    )
+    return plan, [*made.problems, *_flag_problems(facts, made.commands)]
+
+
+def _llm_api_plan(
+    recipe: Recipe, facts: Facts, paths: Paths, checkpoint: Checkpoint | None
+) -> tuple[TrtllmPlan, list[Problem]]:
+    model = target_folder(recipe, paths)
+    options, problems = llm_options(recipe, facts, paths, checkpoint)
+    serve = serve_command(recipe, facts, model, f"{paths.files}/{LLM_API_FILE}")
+    problems += [*option_problems(facts, options, model), *_flag_problems(facts, (serve,))]
+    plan = TrtllmPlan(
+        recipe=recipe,
+        version=facts.version,
+        container=_container(facts.version),
+        commands=tuple(checkpoint_commands(recipe, paths)),
+        files={LLM_API_FILE: _header(recipe, facts.version) + to_yaml(options)},
+        model=model,
+        draft_model=draft_folder(recipe, paths),
+        serve=serve,
+        notes=tuple(option_notes(recipe)),
+    )
+    return plan, problems
 
 
 def _flag_problems(facts: Facts, commands: tuple[Command, ...]) -> list[Problem]:

@@ -1,7 +1,7 @@
 """A plan as a bash script that a user pastes into NVIDIA's container: pure text, nothing is run here.
 
-Run again, it goes on where it stopped: a finished step leaves a mark whose name depends on its command and on all
-commands before it.
+Run again, it goes on where it stopped: a finished step leaves a mark whose name depends on its command and on
+all commands before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtspec.trtllm.plan import TrtllmPlan, label
 EXAMPLES_DIR = "/app/tensorrt_llm/examples"
 """Where NVIDIA's container has TensorRT-LLM's examples."""
 _END = "TRTSPEC_END"
-_VARIABLE = re.compile(r"\$\{(?:%s)\}" % "|".join(VARIABLES))
+_VARIABLE = re.compile(r"\$\{(?:" + "|".join(VARIABLES) + r")\}")
 _WIDTH = 110
 
 _STEP = """\
@@ -83,9 +83,12 @@ def _comments(plan: TrtllmPlan) -> list[str]:
             "registry, on the GPU that will serve. Set the variables below first."
         ),
     ]
-    if plan.notes:
-        lines += ["#", "# What the recipe asks for, and what will be done:"]
-        lines += [line for note in plan.notes for line in _wrapped(f"- {note}", "  ")]
+    for title, texts in (
+        ("Warnings:", plan.warnings),
+        ("What the recipe asks for, and what will be done:", plan.notes),
+    ):
+        if texts:
+            lines += ["#", f"# {title}", *(line for text in texts for line in _wrapped(f"- {text}", "  "))]
     return lines
 
 
