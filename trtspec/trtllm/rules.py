@@ -5,7 +5,8 @@ is reported to go wrong, or is not what one would expect. *note*: you ask for on
 another, or leaves it to you. Each rule is one function over a :class:`~trtspec.trtllm.case.Case`
 (:mod:`~trtspec.trtllm.rules_build`, :mod:`~trtspec.trtllm.rules_draft`, :mod:`~trtspec.trtllm.rules_model`);
 its docstring is the reason that ``trtspec lint --explain`` prints, ``source`` says where it was learned:
-``#`` is an issue or pull request of NVIDIA/TensorRT-LLM, ``TB #`` of its Triton backend, ``MO #`` of ModelOpt.
+``#`` is an issue or pull request of NVIDIA/TensorRT-LLM, ``TB #`` of its Triton backend, ``MO #`` of
+ModelOpt.
 Combinations that hold for every version are in :mod:`trtspec.recipe_rules`. Nothing here was tried on a GPU.
 """
 
@@ -112,7 +113,9 @@ _TABLE = (
     Rule("trtllm-nvfp4-gemm", "note", _BUILDER, build.nvfp4_gemm),
     # limits
     Rule("trtllm-kv-fraction", "note", "#1012", build.kv_fraction),
-    Rule("trtllm-kv-tokens", "note", "tables of each version", build.kv_tokens),
+    Rule("trtllm-kv-bytes", "error", "tables of each version", build.kv_bytes),
+    Rule("trtllm-kv-tokens", "note", "parameters of the C++ backend 0.19.0", build.kv_tokens),
+    Rule("trtllm-vanilla", "warning", "attention classes of the LLM API, source", build.vanilla),
     Rule("trtllm-rows-raised", "note", _BUILDER, build.rows_raised),
     Rule("trtllm-rows-capped", "note", _BUILDER, build.rows_capped),
     Rule("trtllm-rows-large", "warning", _BUILDER, build.rows_large),
@@ -133,6 +136,7 @@ _TABLE = (
     Rule("trtllm-eagle2", "warning", "Triton's guide to drafting; EAGLE documentation", draft_.eagle2),
     Rule("trtllm-converted-length", "note", "builder of 0.17, source", draft_.converted_length),
     Rule("trtllm-grown-sequence", "note", _BUILDER, draft_.grown_sequence),
+    Rule("trtllm-eagle3-tree", "error", "tables of each version", draft_.eagle3_tree),
     Rule("trtllm-eagle3-workstation", "warning", "#11125", draft_.eagle3_workstation),
     Rule("trtllm-acceptance-gate", "note", "#18905, #5146", draft_.acceptance_gate),
     # checkpoints

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trtspec.recipe import (
     NoQuantization,
+    PytorchBackend,
     TensorrtBackend,
     W4A8AwqQuantization,
     W4A16AwqQuantization,
@@ -114,13 +115,18 @@ def awq_blackwell(case: Case) -> Told:
 def w4a8_kv8_ada(case: Case) -> Told:
     """On Ada cards users of the LLM API met "FMHA kernels are not found" with this pair (open when read)."""
     q = case.recipe.quantization
-    if not case.engine and case.gpu is not None and case.gpu.sm == 89:
-        if isinstance(q, W4A8AwqQuantization) and q.kv_cache == "fp8":
-            yield (
-                ("quantization", "kv_cache"),
-                f"w4a8_awq with kv_cache fp8 has no attention kernel on sm89 ({case.gpu.name}); write none, "
-                "or choose fp8 weights",
-            )
+    if (
+        not case.engine
+        and case.gpu is not None
+        and case.gpu.sm == 89
+        and isinstance(q, W4A8AwqQuantization)
+        and q.kv_cache == "fp8"
+    ):
+        yield (
+            ("quantization", "kv_cache"),
+            f"w4a8_awq with kv_cache fp8 has no attention kernel on sm89 ({case.gpu.name}); write none, "
+            "or choose fp8 weights",
+        )
 
 
 def w4a8_engine_ada(case: Case) -> Told:
@@ -137,13 +143,17 @@ def w4a8_engine_ada(case: Case) -> Told:
 def fp8_phi_blackwell(case: Case) -> Told:
     """Context attention of Phi-3 in FP8 was reported to fail on B200."""
     name = case.checkpoint.architecture if case.checkpoint else ""
-    if name.startswith("Phi3") and case.gpu is not None and 100 <= case.gpu.sm < 120:
-        if case.recipe.quantization.kind == "fp8":
-            yield (
-                ("quantization", "kind"),
-                f"fp8 {name} on sm{case.gpu.sm} ({case.gpu.name}) is reported to fail in context attention; "
-                "try it before you rely on it",
-            )
+    if (
+        name.startswith("Phi3")
+        and case.gpu is not None
+        and 100 <= case.gpu.sm < 120
+        and case.recipe.quantization.kind == "fp8"
+    ):
+        yield (
+            ("quantization", "kind"),
+            f"fp8 {name} on sm{case.gpu.sm} ({case.gpu.name}) is reported to fail in context attention; "
+            "try it before you rely on it",
+        )
 
 
 def memory(case: Case) -> Told:
@@ -211,23 +221,28 @@ def awq_group(case: Case) -> Told:
 
 
 def lm_head_option(case: Case) -> Told:
-    """quantize.py quantizes the output projection only where it has --quantize_lm_head."""
-    if not case.engine or case.has_flag("quantize.py", "--quantize_lm_head"):
+    """quantize.py quantizes the output projection for FP8 only, and where it has --quantize_lm_head."""
+    if not case.engine:
         return
+    able = case.has_flag("quantize.py", "--quantize_lm_head")
     for path, quantization in case.quantizations():
-        if not isinstance(quantization, NoQuantization) and quantization.lm_head:
+        if isinstance(quantization, NoQuantization) or not quantization.lm_head:
+            continue
+        if not able or quantization.kind != "fp8":
             yield (
                 (*path, "lm_head"),
-                f"quantize.py of {case.version} leaves the output projection in 16 bit; write false",
+                f"quantize.py of {case.version} leaves the output projection in 16 bit with "
+                f"{quantization.kind}; write false",
             )
 
 
 def lm_head(case: Case) -> Told:
     """Loaders expect the output projection among the excluded modules; a quantized one is a rare path."""
-    if case.engine and not case.has_flag("quantize.py", "--quantize_lm_head"):
-        return
+    able = case.has_flag("quantize.py", "--quantize_lm_head")
     for path, quantization in case.quantizations():
-        if not isinstance(quantization, NoQuantization) and quantization.lm_head:
+        if isinstance(quantization, NoQuantization) or not quantization.lm_head:
+            continue
+        if not case.engine or (able and quantization.kind == "fp8"):
             yield (
                 (*path, "lm_head"),
                 "a quantized output projection is a rare path and moves every logit; write false",
@@ -261,12 +276,16 @@ def engine_alpha(case: Case) -> Told:
 def sq_dtype(case: Case) -> Told:
     """SmoothQuant engines with an FP8 KV cache were reported to mix bfloat16 and float16 in the build."""
     backend, q = case.recipe.backend, case.recipe.quantization
-    if isinstance(backend, TensorrtBackend) and q.kind == "w8a8_sq" and q.kv_cache == "fp8":
-        if backend.dtype == "bfloat16":
-            yield (
-                ("backend", "dtype"),
-                "bfloat16 with w8a8_sq and kv_cache fp8 is reported to fail in the build; write float16",
-            )
+    if (
+        isinstance(backend, TensorrtBackend)
+        and q.kind == "w8a8_sq"
+        and q.kv_cache == "fp8"
+        and backend.dtype == "bfloat16"
+    ):
+        yield (
+            ("backend", "dtype"),
+            "bfloat16 with w8a8_sq and kv_cache fp8 is reported to fail in the build; write float16",
+        )
 
 
 # --------------------------------------------------------------------------- attention over a small KV cache
@@ -358,14 +377,32 @@ def kv_fraction(case: Case) -> Told:
         )
 
 
-def kv_tokens(case: Case) -> Told:
-    """Triton's C++ backend and the LLM API of 1.0 take the size of the KV cache in tokens, not bytes."""
-    in_bytes = "max_gpu_total_bytes" in case.facts.classes.get("KvCacheConfig", {})
-    if case.recipe.limits.kv_cache_bytes is not None and (case.engine or not in_bytes):
+def kv_bytes(case: Case) -> Told:
+    """The LLM API takes the size of the KV cache in bytes from 1.1 on."""
+    known = "max_gpu_total_bytes" in case.facts.classes.get("KvCacheConfig", {})
+    if case.recipe.limits.kv_cache_bytes is not None and not case.engine and not known:
         yield (
             ("limits", "kv_cache_bytes"),
-            f"{'engines are' if case.engine else case.version + ' is'} told tokens: the bytes are divided by "
-            "those of one token of this model, rounded down",
+            f"{case.version} has no key for bytes; write null, or narrow backend.version to 1.1 and later",
+        )
+
+
+def kv_tokens(case: Case) -> Told:
+    """Triton's C++ backend takes the size of the KV cache in tokens, not bytes."""
+    if case.recipe.limits.kv_cache_bytes is not None and case.engine:
+        yield (
+            ("limits", "kv_cache_bytes"),
+            "engines are told tokens: the bytes are divided by those of one token, rounded down",
+        )
+
+
+def vanilla(case: Case) -> Told:
+    """The plain attention has no kernel over a paged cache for prompts: no KV reuse, no chunked context."""
+    backend = case.recipe.backend
+    if isinstance(backend, PytorchBackend) and backend.attention == "VANILLA":
+        yield (
+            ("backend", "attention"),
+            "VANILLA is for comparisons: no KV reuse, no chunked prefill; write TRTLLM to serve",
         )
 
 

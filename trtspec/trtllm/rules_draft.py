@@ -78,12 +78,15 @@ def draft_reuse(case: Case) -> Told:
 def overlap_off(case: Case) -> Told:
     """These methods draft between the target's steps, so the next step cannot be scheduled early."""
     backend = case.recipe.backend
-    if isinstance(backend, PytorchBackend) and case.method in ("ngram", "draft_model"):
-        if backend.overlap_scheduler is None:
-            yield (
-                ("backend", "overlap_scheduler"),
-                f"null with {case.method}, which drafts between steps: the overlap scheduler is switched off",
-            )
+    if (
+        isinstance(backend, PytorchBackend)
+        and case.method in ("ngram", "draft_model")
+        and backend.overlap_scheduler is None
+    ):
+        yield (
+            ("backend", "overlap_scheduler"),
+            f"null with {case.method}, which drafts between steps: the overlap scheduler is switched off",
+        )
 
 
 def greedy_only(case: Case) -> Told:
@@ -173,6 +176,20 @@ def grown_sequence(case: Case) -> Told:
         )
 
 
+def eagle3_tree(case: Case) -> Told:
+    """A tree needs the keys for its width and its size; older versions have chains only."""
+    s = case.recipe.speculation
+    name = case.facts.decoding_types.get("Eagle3") or case.facts.decoding_types.get("Eagle", "")
+    keys = ("use_dynamic_tree", "dynamic_tree_max_topK", "max_total_draft_tokens")
+    missing = [key for key in keys if key not in case.facts.classes.get(name, {})]
+    if not case.engine and isinstance(s, Eagle3Speculation) and s.top_k > 1 and missing:
+        yield (
+            ("speculation", "top_k"),
+            f"found {s.top_k}; {case.version} has no {', '.join(missing)}: it drafts chains; write 1, or "
+            "narrow backend.version to 1.2 and later",
+        )
+
+
 def eagle3_workstation(case: Case) -> Told:
     """EAGLE-3 wrote gibberish on a workstation Blackwell card with a candidate of 1.2."""
     if case.method == "eagle3" and case.gpu is not None and case.gpu.sm >= 120 and case.before("1.3"):
@@ -189,6 +206,6 @@ def acceptance_gate(case: Case) -> Told:
     if case.method != "none" and (gate is None or gate < 1.1):
         yield (
             ("gates", "min_acceptance_length"),
-            f"{'null' if gate is None else format(gate, 'g')}: a dead drafter, about 1.0 tokens a step, would "
-            "pass; give at least 1.1",
+            f"{'null' if gate is None else format(gate, 'g')}: a dead drafter, about 1.0 tokens a step, "
+            "would pass; give at least 1.1",
         )

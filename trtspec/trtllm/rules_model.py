@@ -70,12 +70,16 @@ def _model_of(path: tuple[str, ...]) -> tuple[str, ...]:
 def medusa_architecture(case: Case) -> Told:
     """Medusa's converter knows the Llama layout (Vicuna) and a Qwen2 variant."""
     c = case.checkpoint
-    if case.engine and case.method == "medusa" and c is not None:
-        if c.architecture not in ("LlamaForCausalLM", "Qwen2ForCausalLM"):
-            yield (
-                ("speculation", "kind"),
-                f"medusa on {c.architecture}; its converter knows Llama and Qwen2 layouts; choose lookahead",
-            )
+    if (
+        case.engine
+        and case.method == "medusa"
+        and c is not None
+        and c.architecture not in ("LlamaForCausalLM", "Qwen2ForCausalLM")
+    ):
+        yield (
+            ("speculation", "kind"),
+            f"medusa on {c.architecture}; its converter knows Llama and Qwen2 layouts; choose lookahead",
+        )
 
 
 def medusa_qwen(case: Case) -> Told:
@@ -131,13 +135,17 @@ def engine_quantized_architecture(case: Case) -> Told:
 def qwen_fp8_kv(case: Case) -> Told:
     """Qwen's keys have a few very large channels, which FP8 with one scale a layer cuts off."""
     c, q = case.checkpoint, case.recipe.quantization
-    if c is not None and c.architecture.startswith("Qwen") and q.kv_cache == "fp8":
-        if case.recipe.gates.max_perplexity_ratio is None:
-            yield (
-                ("gates", "max_perplexity_ratio"),
-                f"null with {c.architecture} and kv_cache fp8, whose large keys are known to suffer; give a "
-                "ratio, or kv_cache none",
-            )
+    if (
+        c is not None
+        and c.architecture.startswith("Qwen")
+        and q.kv_cache == "fp8"
+        and case.recipe.gates.max_perplexity_ratio is None
+    ):
+        yield (
+            ("gates", "max_perplexity_ratio"),
+            f"null with {c.architecture} and kv_cache fp8, whose large keys are known to suffer; give a "
+            "ratio, or kv_cache none",
+        )
 
 
 # --------------------------------------------------------------------------- shards
@@ -184,25 +192,37 @@ def group_shard(case: Case) -> Told:
 def draft_vocabulary(case: Case) -> Told:
     """Engines share token ids; where the outputs differ in width only the common ids can be drafted."""
     a, b = case.checkpoint, case.draft
-    if a is not None and b is not None and a.vocab_size and b.vocab_size and a.vocab_size != b.vocab_size:
-        if case.recipe.acceptance.kind == "exact":
-            yield (
-                ("speculation", "model", "source"),
-                f"its output has {b.vocab_size} ids, the target's {a.vocab_size}; make sure that only the "
-                "padding differs",
-            )
+    if (
+        a is not None
+        and b is not None
+        and a.vocab_size
+        and b.vocab_size
+        and a.vocab_size != b.vocab_size
+        and case.recipe.acceptance.kind == "exact"
+    ):
+        yield (
+            ("speculation", "model", "source"),
+            f"its output has {b.vocab_size} ids, the target's {a.vocab_size}; make sure that only the "
+            "padding differs",
+        )
 
 
 def draft_logits(case: Case) -> Told:
     """Acceptance by probability divides the target's by the draft's, id by id."""
     a, b = case.checkpoint, case.draft
-    if a is not None and b is not None and a.vocab_size and b.vocab_size and a.vocab_size != b.vocab_size:
-        if case.recipe.acceptance.kind == "rejection":
-            yield (
-                ("acceptance", "kind"),
-                f"rejection compares logits, and the draft has {b.vocab_size} ids, the target "
-                f"{a.vocab_size}; write exact, or choose another draft",
-            )
+    if (
+        a is not None
+        and b is not None
+        and a.vocab_size
+        and b.vocab_size
+        and a.vocab_size != b.vocab_size
+        and case.recipe.acceptance.kind == "rejection"
+    ):
+        yield (
+            ("acceptance", "kind"),
+            f"rejection compares logits, and the draft has {b.vocab_size} ids, the target "
+            f"{a.vocab_size}; write exact, or choose another draft",
+        )
 
 
 def draft_positions(case: Case) -> Told:
