@@ -71,7 +71,7 @@ def read_tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[Pro
                 Problem(f"missing; {INDEX_FILE} names it. Download the folder again", file=str(path))
             )
             continue
-        found, problem = _read_header(path)
+        found, problem = read_file_headers(path)
         if problem is not None:
             problems.append(Problem(problem, file=str(path)))
         headers |= found
@@ -93,7 +93,7 @@ def _no_weights(folder: Path) -> str:
     return f"no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
+def read_file_headers(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
     """The tensors of one safetensors file and what is wrong with it."""
     again = "download or export it again"
     try:
