@@ -26,6 +26,14 @@ def parse_version(text: str) -> Version:
     return int(major), int(minor or 0), int(patch or 0), _RELEASE if candidate is None else int(candidate)
 
 
+def version_text(version: Version) -> str:
+    """The shortest text that :func:`parse_version` reads back: (1, 2, 0, 4) as ``1.2.0rc4``."""
+    major, minor, patch, candidate = version
+    if candidate != _RELEASE:
+        return f"{major}.{minor}.{patch}rc{candidate}"
+    return f"{major}.{minor}" + (f".{patch}" if patch else "")
+
+
 @dataclass(frozen=True)
 class VersionRange:
     """An interval of versions without the excluded ones."""
