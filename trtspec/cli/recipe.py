@@ -14,6 +14,7 @@ import click
 
 from trtspec.cli.output import UserPath, completing, json_option, print_json, problem_fields
 from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
+from trtspec.hardware import all_gpus, find_gpu
 from trtspec.model_source import find_model
 from trtspec.modelspec import read_modelspec
 from trtspec.recipe_docs import markdown, starter
@@ -28,10 +29,15 @@ from trtspec.recipe_file import (
 from trtspec.recipe_file import lint as lint_file
 from trtspec.recipe_model import AWQ_KINDS, MODEL_RULES, fitting_group_size, fitting_limits
 from trtspec.recipe_rules import RULES
+from trtspec.recipe_rules import Rule as RecipeRule
+from trtspec.trtllm.export import EXPORT_RULES
+from trtspec.trtllm.facts import VERSIONS
+from trtspec.trtllm.lint import with_gpu_rules
+from trtspec.trtllm.rules import RULES as GPU_RULES
 from trtspec.user_files import user_path, write_user_file
 
 _SECTIONS = json_schema()["properties"]
-_ALL_RULES = {**RULES, **MODEL_RULES}
+_ALL_RULES = {**RULES, **MODEL_RULES, **GPU_RULES, **EXPORT_RULES}
 
 
 def _kinds(section: str) -> list[str]:
@@ -197,21 +203,46 @@ def _name_for(model: str, quantization: str, speculation: str) -> str:
     shell_complete=completing(_ALL_RULES),
     help="Print why a rule exists and exit.",
 )
+@click.option(
+    "--tensorrt-llm",
+    "version",
+    metavar="VERSION",
+    shell_complete=completing(VERSIONS),
+    help="For GPU backends: check this version only.",
+    show_default="all known versions that the recipe admits",
+)
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    shell_complete=completing(gpu.name for gpu in all_gpus()),
+    help="For GPU backends: check what this GPU can run.",
+)
 @json_option
 @click.pass_context
-def lint(ctx: click.Context, files: tuple[str, ...], explain: str | None, as_json: bool) -> None:
+def lint(
+    ctx: click.Context,
+    files: tuple[str, ...],
+    explain: str | None,
+    version: str | None,
+    gpu: str | None,
+    as_json: bool,
+) -> None:
     """Check recipes; report every problem with line and key.
 
     Needs neither the network nor the model. Where the model is on this machine (a folder, a fetched sample,
     the hub's cache), its config.json and vocabulary are checked against the recipe; else a note says that
-    they were not. Exit code 2 if a file has an error; warnings and notes do not fail.
+    they were not. Recipes for GPU backends are checked against what is known of TensorRT-LLM's versions; nothing
+    of it is run. Exit code 2 if a file has an error; warnings and notes do not fail.
     """
     if explain is not None:
         _explain(explain, as_json)
         return
     if not files:
         raise click.UsageError("no file given; for example: trtspec lint recipes/*.yaml")
-    results = [lint_file(file, model=True) for file in files]
+    board = None if gpu is None else find_gpu(gpu)
+    results = [
+        with_gpu_rules(lint_file(file, model=True), file, version=version, gpu=board) for file in files
+    ]
     if as_json:
         print_json("lint", {"files": [_lint_fields(result) for result in results]})
     else:
@@ -268,11 +299,17 @@ def _explain(name: str, as_json: bool) -> None:
         close = difflib.get_close_matches(name, _ALL_RULES, n=3, cutoff=0.4)
         remedy = f"did you mean {' or '.join(close)}?" if close else f"there is: {', '.join(_ALL_RULES)}"
         raise InputError(f"no rule {name!r}; {remedy}")
+    fields: dict[str, Any] = {"rule": rule.id, "severity": rule.severity, "why": rule.why}
+    if isinstance(rule, RecipeRule):
+        fields["reads"] = list(rule.reads)
+        about = f"looks at {', '.join(rule.reads)}"
+    else:
+        fields["source"] = rule.source
+        about = f"source: {rule.source}"
     if as_json:
-        fields = {"rule": rule.id, "severity": rule.severity, "reads": list(rule.reads), "why": rule.why}
         print_json("lint-rule", fields)
     else:
-        click.echo(f"{rule.id} ({rule.severity}; looks at {', '.join(rule.reads)})\n{rule.why}")
+        click.echo(f"{rule.id} ({rule.severity}; {about})\n{rule.why}")
 
 
 # --------------------------------------------------------------------------- schema
