@@ -14,8 +14,8 @@ class Paths:
 
     ``model``: the 16-bit target checkpoint. ``draft``: the draft model's. ``heads``: the trained heads.
     ``work``: where everything is made, see :mod:`trtspec.trtllm.plan`; ``files``: where the plan's files are,
-    the work folder itself in a script. ``examples``: TensorRT-LLM's ``examples`` folder. ``calibration``: what
-    quantize.py calibrates on: a data set of the hub or a folder of JSONL with ``text``.
+    the work folder itself in a script. ``examples``: TensorRT-LLM's ``examples`` folder. ``calibration``:
+    what quantize.py calibrates on: a data set of the hub or a folder of JSONL with ``text``.
     """
 
     model: str = "${MODEL_DIR}"

@@ -7,6 +7,7 @@ loads are a Hugging Face folder: the source, or what ``trtspec quantize`` export
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -122,8 +123,9 @@ def _kv_size(recipe: Recipe, facts: Facts, checkpoint: Checkpoint | None) -> dic
         return {}
     if "max_gpu_total_bytes" in facts.classes["KvCacheConfig"]:
         return {"max_gpu_total_bytes": size}
+    parallel = recipe.parallel
     per_token = checkpoint and kv_bytes_per_token(
-        checkpoint, recipe.quantization.kv_cache, recipe.parallel.tp
+        checkpoint, recipe.quantization.kv_cache, parallel.tp, parallel.pp
     )
     if not per_token:
         message = (
@@ -134,10 +136,10 @@ def _kv_size(recipe: Recipe, facts: Facts, checkpoint: Checkpoint | None) -> dic
     return {"max_tokens": max(1, int(size / per_token))}
 
 
-def kv_bytes_per_token(checkpoint: Checkpoint, kv_cache: str, tp: int = 1) -> float | None:
-    """Bytes that one token's keys and values take on each of ``tp`` GPUs; None if a size is not known.
+def kv_bytes_per_token(checkpoint: Checkpoint, kv_cache: str, tp: int = 1, pp: int = 1) -> float | None:
+    """Bytes that one token's keys and values take on the fullest GPU; None if a size is not known.
 
-    A GPU has at least one KV head: with fewer heads than GPUs they are repeated."""
+    A GPU has at least one KV head: with fewer heads than GPUs that share a layer they are repeated."""
     heads, layers = checkpoint.num_kv_heads, checkpoint.num_layers
     dim = checkpoint.head_dim
     if dim is None and checkpoint.hidden_size and checkpoint.num_heads:
@@ -145,7 +147,7 @@ def kv_bytes_per_token(checkpoint: Checkpoint, kv_cache: str, tp: int = 1) -> fl
     if not heads or not layers or not dim:
         return None
     element = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "nvfp4": 0.5625}[kv_cache]  # nvfp4: a scale for 16
-    return 2 * layers * max(1, heads // tp) * dim * element
+    return 2 * math.ceil(layers / pp) * max(1, heads // tp) * dim * element
 
 
 def _speculative(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any] | None:

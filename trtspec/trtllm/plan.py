@@ -31,6 +31,7 @@ from trtspec.trtllm.facts import Facts, load_facts, versions_for
 from trtspec.trtllm.llm_api import (
     checkpoint_commands,
     draft_folder,
+    kv_bytes_per_token,
     llm_options,
     option_notes,
     option_problems,
@@ -39,6 +40,7 @@ from trtspec.trtllm.llm_api import (
     to_yaml,
 )
 from trtspec.trtllm.rules import check
+from trtspec.trtllm.triton import render_repository, triton_problems
 from trtspec.versions import parse_range
 
 __all__ = [
@@ -143,9 +145,39 @@ def plan_commands(
         plan, problems = _llm_api_plan(recipe, facts, paths, checkpoint)
     if problems:
         raise InputError(problems)
+    files, unserved = _repository(plan, paths, checkpoint, num_heads)
     told = [f"{dotted(found.path)}: {found.message}" for found in findings if found.severity == "note"]
     warned = [f"{dotted(found.path)}: {found.message}" for found in findings if found.severity == "warning"]
-    return replace(plan, notes=(*plan.notes, *told), warnings=tuple(warned))
+    return replace(
+        plan, files={**plan.files, **files}, notes=(*plan.notes, *told), warnings=(*warned, *unserved)
+    )
+
+
+def _repository(
+    plan: TrtllmPlan, paths: Paths, checkpoint: Checkpoint | None, num_heads: int | None
+) -> tuple[dict[str, str], list[str]]:
+    """The Triton model repository by path in the work folder, or why Triton cannot serve the recipe."""
+    recipe = plan.recipe
+    if problems := triton_problems(recipe, plan.version, num_heads=num_heads):
+        return {}, [f"Triton cannot serve it: {problem}" for problem in problems]
+    size = recipe.limits.kv_cache_bytes
+    per_token = checkpoint and kv_bytes_per_token(
+        checkpoint, recipe.quantization.kv_cache, recipe.parallel.tp, recipe.parallel.pp
+    )
+    options = None
+    if isinstance(recipe.backend, PytorchBackend):
+        options, _ = llm_options(recipe, load_facts(plan.version), paths, checkpoint)
+    files = render_repository(
+        recipe,
+        plan.version,
+        engine_dir=plan.model,
+        tokenizer_dir=paths.model,
+        draft_engine_dir=plan.draft_model,
+        llm_options=options,
+        num_heads=num_heads,
+        max_kv_tokens=int(size / per_token) if size and per_token else None,
+    )
+    return {f"{TRITON_DIR}/{name}": text for name, text in files.items()}, []
 
 
 def _engine_plan(

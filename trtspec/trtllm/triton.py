@@ -96,7 +96,7 @@ def render_repository(
         problems.append(Problem("the draft engine's folder is not known", key="speculation.model"))
     if problems:
         raise InputError(problems)
-    paths = (engine_dir, tokenizer_dir, draft_engine_dir or "")
+    paths = (engine_dir, tokenizer_dir, draft_engine_dir or "", str(llm_options or ""))
     if isinstance(recipe.backend, TensorrtBackend):
         models = cpp_models(
             recipe,
