@@ -231,8 +231,8 @@ def lint(
 
     Needs neither the network nor the model. Where the model is on this machine (a folder, a fetched sample,
     the hub's cache), its config.json and vocabulary are checked against the recipe; else a note says that
-    they were not. Recipes for GPU backends are checked against what is known of TensorRT-LLM's versions; nothing
-    of it is run. Exit code 2 if a file has an error; warnings and notes do not fail.
+    they were not. Recipes for GPU backends are checked against what is known of TensorRT-LLM's versions;
+    nothing of it is run. Exit code 2 if a file has an error; warnings and notes do not fail.
     """
     if explain is not None:
         _explain(explain, as_json)

@@ -1,4 +1,4 @@
-"""``trtspec lint`` for GPU backends: the rules of every TensorRT-LLM version that a recipe means, at its lines."""
+"""``trtspec lint`` for GPU backends: the rules of each TensorRT-LLM version that a recipe means."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def with_gpu_rules(
     """``result`` with what TensorRT-LLM's rules say of the recipe in the file ``path``.
 
     Checked for ``version``, else for every known version in the recipe's range; a finding that does not hold
-    for all of them names those it holds for. Recipes of the embedded backend, and those with errors, come back
-    as they are. Raises InputError for a version without a table.
+    for all of them names those it holds for. Recipes of the embedded backend, and those with errors, come
+    back as they are. Raises InputError for a version without a table.
     """
     recipe = result.recipe
     if recipe is None or not isinstance(recipe.backend, TensorrtBackend | PytorchBackend):
