@@ -68,7 +68,10 @@ def bench_engine(
     limits, name = artifact.recipe.limits, artifact.recipe.name
     threads = threads_of(artifact.recipe)
     peers = plan(artifact, size) if peers is None else peers
-    rows: list[BenchRow] = []
+    rows = [_not_allowed(artifact, peers[0], b) for b in size.batches if b > limits.max_batch_size]
+    batches = [batch for batch in size.batches if batch <= limits.max_batch_size]
+    if not batches:
+        return rows
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trtspec-bench-")))
         running: list[Running] = []
@@ -80,10 +83,7 @@ def bench_engine(
         if running[0].error is not None:
             raise MissingError(f"{peers[0].name} does not run: {running[0].error}")
         longest = min(limits.max_input_tokens, limits.max_seq_tokens - size.new_tokens)
-        for batch in size.batches:
-            if batch > limits.max_batch_size:
-                rows.append(_not_allowed(artifact, peers[0], batch))
-                continue
+        for batch in batches:
             for workload in size.workloads:
                 progress(f"{name}: {workload}, batch {batch}")
                 prompts = prompts_of(artifact, workload, batch, longest)

@@ -76,6 +76,8 @@ class Running:
                 return reply
             except (EOFError, OSError):
                 pass
+        if self._child is not None:
+            self._child.wait(5.0)  # its last words are in the log when it has ended
         tail = self._log.read_text("utf-8", "replace").strip().splitlines()[-1:]
         return {"error": f"it ended: {tail[0][:300] if tail else 'without a word'}"}
 

@@ -187,11 +187,8 @@ def _rounded(*values: float | None, digits: int = 1) -> list[float | None]:
     return [None if value is None else round(value, digits) for value in values]
 
 
-_COLUMNS = (
-    "engine|peer|workload|batch|precision|ratio|low|high|goal|tok/s|peer's|decode|peer's|accepts|same".split(
-        "|"
-    )
-)
+_COLUMNS = ("engine", "peer", "workload", "batch", "precision", "ratio", "low", "high", "goal")
+_MORE = ("tok/s", "peer's", "decode", "peer's", "accepts", "same", "note")
 
 
 def _view(rows: Sequence[BenchRow], machine: Mapping[str, Any]) -> View:
@@ -214,13 +211,14 @@ def _view(rows: Sequence[BenchRow], machine: Mapping[str, Any]) -> View:
     versions = sorted({f"{row.peer.split()[0]} {row.peer_version}" for row in rows if row.peer_version})
     return View(
         "Tokens per second beside peers",
-        (*_COLUMNS, "note"),
+        (*_COLUMNS, *_MORE),
         tuple(table),
         notes=(
             f"command: {machine['command']}",
             f"{machine['date']}, {machine['cores']} cores, load average {machine['load_average']} before",
-            f"every peer: {', '.join(map(str, threads))} threads, OMP_WAIT_POLICY={machine['OMP_WAIT_POLICY']}"
-            f", the same prompts as token ids, greedy, {machine['new_tokens']} tokens an answer whatever they are",
+            f"every peer: {', '.join(map(str, threads))} threads, "
+            f"OMP_WAIT_POLICY={machine['OMP_WAIT_POLICY']}, the same prompts as token ids, greedy, "
+            f"{machine['new_tokens']} tokens an answer, end tokens or not",
             f"low and high: {machine['interval']}",
             "tok/s has the prompt in it, decode is what comes after the first tokens; accepts: our tokens a "
             "step; same: share of the peer's tokens before the answers part",
