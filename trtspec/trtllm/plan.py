@@ -12,7 +12,7 @@ The work folder that commands fill::
     work/engine         trtllm-build's engine (tensorrt)
     work/draft          the draft model, likewise; work/draft_engine its engine
     work/llm_api.yaml   LLM()'s options (pytorch)
-    work/triton         the Triton model repository
+    work/triton         the Triton model repository, work/launch_triton.sh the script that serves it
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from trtspec.trtllm.llm_api import (
     target_folder,
     to_yaml,
 )
+from trtspec.trtllm.launch import LAUNCH_FILE, num_nodes, placement_problems, render_launch
 from trtspec.trtllm.rules import check
 from trtspec.trtllm.triton import render_repository, triton_problems
 from trtspec.versions import parse_range
@@ -158,7 +159,8 @@ def _repository(
 ) -> tuple[dict[str, str], list[str]]:
     """The Triton model repository by path in the work folder, or why Triton cannot serve the recipe."""
     recipe = plan.recipe
-    if problems := triton_problems(recipe, plan.version, num_heads=num_heads):
+    problems = [*triton_problems(recipe, plan.version, num_heads=num_heads), *placement_problems(recipe)]
+    if problems:
         return {}, [f"Triton cannot serve it: {problem}" for problem in problems]
     size = recipe.limits.kv_cache_bytes
     per_token = checkpoint and kv_bytes_per_token(
@@ -176,8 +178,10 @@ def _repository(
         llm_options=options,
         num_heads=num_heads,
         max_kv_tokens=int(size / per_token) if size and per_token else None,
+        num_nodes=num_nodes(recipe),
     )
-    return {f"{TRITON_DIR}/{name}": text for name, text in files.items()}, []
+    launch = render_launch(recipe, plan.version, engine_dir=plan.model, draft_engine_dir=plan.draft_model)
+    return {LAUNCH_FILE: launch, **{f"{TRITON_DIR}/{name}": text for name, text in files.items()}}, []
 
 
 def _engine_plan(

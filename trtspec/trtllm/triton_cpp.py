@@ -244,7 +244,7 @@ def _engine_parameters(
     comments = {
         "gpt_model_path": "the draft engine" if draft else "the engine",
         "enable_kv_cache_reuse": "needs paged context attention" if paged else f"off: {off}",
-        "tokenizer_dir": "the next three are for guided decoding, which is off; the backend wants them anyway",
+        "tokenizer_dir": "the next three: guided decoding, which is off; the backend reads them anyway",
     }
     if isinstance(recipe.speculation, DraftModelSpeculation):
         ids = ",".join(map(str, range(recipe.parallel.tp * recipe.parallel.pp)))
@@ -260,8 +260,8 @@ def _engine_parameters(
         comments["max_tokens_in_paged_kv_cache"] = "limits.kv_cache_bytes over the bytes of a token"
     elif recipe.limits.kv_cache_bytes is not None and not draft:
         comments["kv_cache_free_gpu_mem_fraction"] = (
-            f"limits.kv_cache_bytes ({recipe.limits.kv_cache_bytes}) is not applied: the bytes of a token were "
-            "not known when this was rendered; write max_tokens_in_paged_kv_cache"
+            f"limits.kv_cache_bytes ({recipe.limits.kv_cache_bytes}) is not applied: the bytes of a token "
+            "were not known when this was rendered; write max_tokens_in_paged_kv_cache"
         )
     if not draft:
         values.update(_drafting_parameters(recipe))
