@@ -28,6 +28,7 @@ from trtspec.trtllm.checkpoint import Checkpoint
 from trtspec.trtllm.command import Command, Paths
 from trtspec.trtllm.engines import engine_commands
 from trtspec.trtllm.facts import Facts, load_facts, versions_for
+from trtspec.trtllm.launch import LAUNCH_FILE, num_nodes, placement_problems, render_launch
 from trtspec.trtllm.llm_api import (
     checkpoint_commands,
     draft_folder,
@@ -39,7 +40,6 @@ from trtspec.trtllm.llm_api import (
     target_folder,
     to_yaml,
 )
-from trtspec.trtllm.launch import LAUNCH_FILE, num_nodes, placement_problems, render_launch
 from trtspec.trtllm.rules import check
 from trtspec.trtllm.triton import render_repository, triton_problems
 from trtspec.versions import parse_range
