@@ -77,8 +77,9 @@ def _override(backend: EmbeddedBackend, overrides: dict[str, Any]) -> EmbeddedBa
 
 
 def gpu_backend_message(kind: str) -> str:
-    """Why a recipe for a GPU backend goes no further in this version."""
+    """What this machine lacks to run an engine of a GPU backend."""
     return (
-        f"backend.kind: {kind}: this version of trtspec does not build or run TensorRT-LLM engines yet "
-        "(it reads and checks such recipes only); use backend.kind: embedded to build, serve and verify"
+        f"backend.kind: {kind}: running this engine needs TensorRT-LLM and an NVIDIA GPU, and they are not "
+        "here; trtspec inspect ENGINE says how its files are served in NVIDIA's container, and a recipe with "
+        "backend.kind: embedded is served and verified on this machine"
     )

@@ -26,6 +26,7 @@ from trtspec.artifact import (
     MODEL_DIRS,
     RECIPE_FILE,
     TARGET_DIR,
+    TRTLLM_DIR,
     Manifest,
     Source,
     StepRecord,
@@ -69,20 +70,21 @@ def build(
     *,
     force: bool = False,
     check: bool = False,
+    version: str | None = None,
     say: Say = lambda line: None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Built:
     """Make ``engines_dir/NAME`` the sealed engine of the recipe; do only what its inputs ask for.
 
     ``force``: do every step again. ``check``: read all files of an existing engine to see whether they are
-    still what was sealed, instead of trusting names and sizes. ``say`` gets lines about what was found
-    and is done, ``on_progress`` the progress of the running step.
+    still what was sealed, instead of trusting names and sizes. ``version``: as in :func:`make_plan`. ``say``
+    gets lines about what was found and is done, ``on_progress`` the progress of the running step.
 
     Raises InputError, MissingError (no space, no permission, a tool that is not installed) or
     process.ChildFailed; ``engines_dir/NAME`` is then what it was before.
     """
     began = time.monotonic()
-    plan = make_plan(recipe_path, engines_dir, say=say)
+    plan = make_plan(recipe_path, engines_dir, version=version, say=say)
     with _explained(plan):
         engines_dir.mkdir(parents=True, exist_ok=True)
         with _only_builder(plan, say):
@@ -347,6 +349,8 @@ def _do(plan: Plan, step: Step, on_progress: OnProgress) -> StepRecord:
             _import(*plan.imports[name], step.output)
         case "quantize" | "quantize-draft" | "corpus":
             _run_child(plan, step, on_progress)
+        case "render":
+            _write_rendered(plan)
         case "check":
             _check_models(plan)
         case _:
@@ -387,6 +391,14 @@ def _import(folder: Path, source: Source, output: Path) -> None:
     output.mkdir(parents=True)
     for name in source.files:
         swap.link_or_copy(folder / name, output / name)
+
+
+def _write_rendered(plan: Plan) -> None:
+    assert plan.rendered is not None
+    for name, text in plan.rendered.items():
+        path = plan.work / TRTLLM_DIR / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:

@@ -15,9 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import artifact
-from trtspec.artifact import BASELINE_DIR, CORPUS_DIR, DRAFT_DIR, HEADS_DIR, TARGET_DIR, Source, json_digest
-from trtspec.backends import gpu_backend_message
+from trtspec.artifact import (
+    BASELINE_DIR,
+    CORPUS_DIR,
+    DRAFT_DIR,
+    HEADS_DIR,
+    TARGET_DIR,
+    TRTLLM_DIR,
+    Source,
+    json_digest,
+)
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.gpu_plan import engine_files, engine_plan, is_for_gpu, refuse_building
 from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
 from trtspec.modelspec import read_modelspec
@@ -26,7 +35,6 @@ from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
     EagleSpeculation,
-    EmbeddedBackend,
     MedusaSpeculation,
     NgramSpeculation,
     NoQuantization,
@@ -35,6 +43,7 @@ from trtspec.recipe import (
 )
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 from trtspec.text import Tokenizer, same_tokenizer
+from trtspec.trtllm.draft_weights import inspect_draft_weights
 from trtspec.user_files import open_user_file, user_path
 
 ENGINES_DIR = Path("engines")
@@ -114,6 +123,8 @@ class Plan:
     draft: DraftModel | None = None
     heads: TrainedHeads | None = None
     corpus: CorpusFile | None = None
+    rendered: Mapping[str, str] | None = None
+    """For GPU backends: the texts of the engine's folder trtllm, by their paths in it."""
 
     @property
     def target(self) -> str:
@@ -135,11 +146,11 @@ def is_quantized(quantization: Quantization) -> bool:
     return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
 
 
-def refuse_unsupported(recipe: Recipe) -> None:
-    """Raise MissingError for a backend that this version does not build for. What no version can run, the
-    recipe's rules have refused before."""
-    if not isinstance(recipe.backend, EmbeddedBackend):
-        raise MissingError(gpu_backend_message(recipe.backend.kind))
+def refuse_unsupported(recipe: Recipe, file: Path = Path("RECIPE")) -> None:
+    """Raise MissingError for what this machine cannot build of a recipe for a GPU. What no version can run,
+    the recipe's rules have refused before."""
+    if is_for_gpu(recipe):
+        refuse_building(recipe, file)
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -164,6 +175,7 @@ def plan_for(
     draft: DraftModel | None = None,
     heads: TrainedHeads | None = None,
     corpus: CorpusFile | None = None,
+    rendered: Mapping[str, str] | None = None,
     python: str = sys.executable,
 ) -> tuple[Step, ...]:
     """The steps that build ``recipe`` in the folder ``work``. Pure: reads and writes nothing.
@@ -195,6 +207,8 @@ def plan_for(
         depends["heads"] = steps[-1].digest
     if corpus is not None:
         steps.append(_corpus_step(corpus, source, baseline, work / CORPUS_DIR, python))
+    if rendered is not None:
+        steps.append(_render_step(rendered, work / TRTLLM_DIR))
     steps.append(
         Step(
             name="check",
@@ -257,6 +271,16 @@ def _corpus_step(corpus: CorpusFile, source: Source, model: Path, output: Path, 
     )
 
 
+def _render_step(rendered: Mapping[str, str], output: Path) -> Step:
+    return Step(
+        name="render",
+        what=f"write TensorRT-LLM's options and Triton repository ({len(rendered)} files) to {output}",
+        argv=(),
+        digest=json_digest({"step": "render", "files": dict(rendered)}),
+        output=output,
+    )
+
+
 def _quantizing_digest(
     source: Source, quantization: Quantization, calibration_digest: str | None, tools: Mapping[str, str]
 ) -> str:
@@ -280,9 +304,16 @@ def describe_quantization(quantization: Quantization) -> str:
     return f"{weights}, {kv}"
 
 
-def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = lambda line: None) -> Plan:
+def make_plan(
+    recipe_path: Path,
+    engines_dir: Path = ENGINES_DIR,
+    *,
+    version: str | None = None,
+    say: Say = lambda line: None,
+) -> Plan:
     """Read the recipe, find and hash its source, and list the steps. Writes nothing.
 
+    ``version``: TensorRT-LLM's, for GPU backends; None: the newest release that the recipe admits.
     Source files whose size, time and inode equal those of the engine built before are not read again.
     Raises InputError for a recipe or checkpoint that cannot be built, MissingError for what is not here.
     """
@@ -291,7 +322,8 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         raise InputError(checked.errors)
     recipe_bytes = recipe_path.read_bytes()
     recipe = parse_recipe(recipe_bytes, str(recipe_path))
-    refuse_unsupported(recipe)
+    refuse_unsupported(recipe, recipe_path)
+    rendered = engine_files(engine_plan(recipe_path, version)) if is_for_gpu(recipe) else None
     base = recipe_path.resolve().parent
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
     if checked.notes:  # the model was not here before
@@ -321,6 +353,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         draft=draft,
         heads=heads,
         corpus=corpus,
+        rendered=rendered,
     )
     return Plan(
         recipe=recipe,
@@ -335,6 +368,7 @@ def make_plan(recipe_path: Path, engines_dir: Path = ENGINES_DIR, *, say: Say = 
         draft=draft,
         heads=heads,
         corpus=corpus,
+        rendered=rendered,
     )
 
 
@@ -361,6 +395,9 @@ def _trained_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> Tr
     from trtspec.embedded.heads_opening import heads_problems
 
     folder = resolve_model(speculation.heads, base)
+    if is_for_gpu(recipe):
+        weights = inspect_draft_weights(folder, speculation.kind, read_modelspec(target_dir)).file
+        return TrainedHeads(folder, _hashed_files(folder, [folder / "config.json", weights], None, say))
     if problems := heads_problems(speculation, folder, read_modelspec(target_dir)):
         raise InputError(problems)
     licences = [path for path in model_files(folder) if path.name.upper().startswith(_LICENCE_NAMES)]

@@ -1,4 +1,4 @@
-"""``trtspec build``, ``quantize``, ``list`` and ``inspect``: making engines and looking at them."""
+"""``trtspec build`` and ``quantize``: making engines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import contextlib
 import json
 import shlex
 import sys
-from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import BaseModel
 
+from trtspec.cli.engines import rendered_fields
 from trtspec.cli.output import (
     Progress,
     UserPath,
@@ -23,15 +22,13 @@ from trtspec.cli.output import (
     json_option,
     print_json,
     print_warning,
-    problem_fields,
 )
-from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem, TrtspecError
+from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.recipe import Calibration, W4A16AwqQuantization, W8A8SqQuantization
 from trtspec.recipe_file import json_schema, parse_section, variants
 from trtspec.user_files import user_path
 
 if TYPE_CHECKING:
-    from trtspec.artifact import Artifact
     from trtspec.plan import Plan
     from trtspec.process import Progress as ChildProgress
 
@@ -49,20 +46,45 @@ _KV_FORMATS = ("none", "fp8", "int8", "nvfp4")
 @click.argument("recipe", type=_FOLDER)
 @click.option("-o", "--engines-dir", type=_FOLDER, default=_ENGINES, help="Folder in which to make NAME.")
 @click.option("--dry-run", is_flag=True, help="Print the steps with their commands; do nothing.")
+@click.option(
+    "--tensorrt-llm",
+    "version",
+    metavar="VERSION",
+    help="For GPU backends: TensorRT-LLM version to render for.",
+    show_default="newest release that the recipe admits",
+)
 @click.option("--force", is_flag=True, help="Do every step again.")
 @click.option(
     "--check", is_flag=True, help="Read an existing engine's files instead of trusting their sizes."
 )
 @json_option
-def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bool, as_json: bool) -> None:
+def build(
+    recipe: Path,
+    engines_dir: Path,
+    dry_run: bool,
+    version: str | None,
+    force: bool,
+    check: bool,
+    as_json: bool,
+) -> None:
     """Build a recipe's engine into engines/NAME.
 
     Only what changed is done again. A build that was interrupted goes on where it stopped; an engine that is
-    there is replaced only when the new one is complete.
+    there is replaced only when the new one is complete. For a GPU backend --dry-run prints the script that
+    builds it in NVIDIA's container; a pytorch recipe is also built here, as far as that needs no GPU.
     """
     from trtspec import build as building
+    from trtspec.gpu_plan import is_for_gpu
     from trtspec.plan import make_plan
+    from trtspec.recipe_file import lint
 
+    readable = lint(recipe).recipe  # what is wrong with it, the plan says with all the rest
+    for_gpu = readable is not None and is_for_gpu(readable)
+    if version is not None and not for_gpu:
+        raise InputError("--tensorrt-llm: goes with the backends tensorrt and pytorch; remove it")
+    if dry_run and for_gpu:
+        _print_script(recipe, version, as_json)
+        return
     if dry_run:
         plan = make_plan(recipe, engines_dir)
         reused = () if force else building.foresee(plan)
@@ -74,6 +96,7 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
             engines_dir,
             force=force,
             check=check,
+            version=version,
             say=progress.say,
             on_progress=lambda child: progress(child.step, child.done, child.total),
         )
@@ -87,6 +110,7 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
             "reused": list(built.reused),
             "seconds": round(built.seconds, 3),
             "warnings": list(built.warnings),
+            "rendered": rendered_fields(built.folder),
             "manifest": built.manifest.model_dump(mode="json", by_alias=True),
         }
         print_json("build", fields)
@@ -97,6 +121,41 @@ def build(recipe: Path, engines_dir: Path, dry_run: bool, force: bool, check: bo
         note = f", {', '.join(built.reused)} re-used" if built.reused else ""
         note += "; acceptance is approximate" if built.fidelity == "approximate" else ""
         click.echo(f"{built.folder}: {human_bytes(size)}, built in {human_seconds(built.seconds)}{note}")
+        if (rendered := rendered_fields(built.folder)) is not None:
+            click.echo(f"{rendered['label']}; trtspec inspect says how to serve it")
+
+
+def _print_script(path: Path, version: str | None, as_json: bool) -> None:
+    """What builds a GPU recipe in NVIDIA's container: a bash script, or its parts as JSON."""
+    from trtspec.gpu_plan import render_script_plan
+    from trtspec.recipe_facts import fidelity
+    from trtspec.trtllm.plan import label
+    from trtspec.trtllm.script import render_script
+
+    plan = render_script_plan(path, version)
+    script = render_script(plan)
+    if not as_json:
+        click.echo(script, nl=False)
+        return
+    commands = [
+        {"program": command.program, "what": command.what, "argv": list(command.argv)}
+        for command in plan.commands
+    ]
+    fields = {
+        "dry_run": True,
+        "backend": plan.recipe.backend.kind,
+        "tensorrt_llm": plan.version,
+        "label": label(plan.version),
+        "container": plan.container,
+        "fidelity": fidelity(plan.recipe),
+        "commands": commands,
+        "files": dict(plan.files),
+        "serve": list(plan.serve.argv) if plan.serve else None,
+        "warnings": list(plan.warnings),
+        "notes": list(plan.notes),
+        "script": script,
+    }
+    print_json("build", fields)
 
 
 def _plan_fields(plan: Plan, reused: tuple[str, ...]) -> dict[str, Any]:
@@ -280,186 +339,3 @@ def _quantization_json(options: dict[str, Any]) -> str:
     if problems:
         raise InputError(problems)
     return json.dumps(quantization.model_dump(mode="json"))
-
-
-# --------------------------------------------------------------------------- list, inspect
-
-
-@click.command("list")
-@click.option("--engines-dir", type=_FOLDER, default=_ENGINES, help="Folder to look in.")
-@json_option
-def list_engines(engines_dir: Path, as_json: bool) -> None:
-    """List built engines: state, size, age and what their recipes say."""
-    from trtspec.artifact import list_artifacts
-
-    entries = list_artifacts(engines_dir)
-    if as_json:
-        listed = [
-            {
-                "engine": str(entry.folder),
-                "state": entry.state,
-                "size_bytes": entry.artifact.size_bytes if entry.artifact else None,
-                "created": entry.artifact.manifest.created if entry.artifact else None,
-                "recipe": _summary(entry.artifact) if entry.artifact else None,
-                "problem": entry.problem or None,
-            }
-            for entry in entries
-        ]
-        print_json("list", {"engines_dir": str(engines_dir), "engines": listed})
-        return
-    if not entries:
-        click.echo(f"no engines in {engines_dir}; make one with: trtspec build RECIPE")
-        return
-    rows = [
-        (
-            entry.folder.name,
-            entry.state,
-            human_bytes(entry.artifact.size_bytes) if entry.artifact else "",
-            _age(entry.artifact.manifest.created) if entry.artifact else "",
-            _summary(entry.artifact) if entry.artifact else entry.problem,
-        )
-        for entry in entries
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells, row[4]]).rstrip())
-
-
-def _summary(artifact: Artifact) -> str:
-    """``embedded bfloat16, w4a16_awq (groups of 64), KV cache fp8, ngram``; how drafts are accepted is said
-    where that changes the output law."""
-    from trtspec.plan import describe_quantization
-    from trtspec.recipe_facts import describe_acceptance, fidelity
-
-    recipe = artifact.recipe
-    drafting = "no speculation" if recipe.speculation.kind == "none" else recipe.speculation.kind
-    if fidelity(recipe) == "approximate":
-        drafting += f", {describe_acceptance(recipe)}"
-    backend = f"{recipe.backend.kind} {recipe.backend.dtype}"
-    return ", ".join([backend, describe_quantization(recipe.quantization), drafting])
-
-
-def _age(created: str) -> str:
-    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return "just now"
-
-
-@click.command()
-@click.argument("engine", type=_FOLDER)
-@click.option("--check", is_flag=True, help="Read every file and compare it with its sealed hash.")
-@json_option
-def inspect(engine: Path, check: bool, as_json: bool) -> int:
-    """Show what an engine holds: recipe, sizes, quantization error by layer, digests, versions."""
-    from trtspec.artifact import file_problems, open_artifact, read_manifest
-    from trtspec.recipe_facts import fidelity
-
-    problems: list[Problem] = []
-    if check:
-        manifest = read_manifest(engine)
-        with Progress(quiet=as_json) as progress:
-            problems = file_problems(
-                engine,
-                manifest,
-                check_hashes=True,
-                progress=lambda done, total: progress("reading", done, total),
-            )
-        if problems and not as_json:
-            raise InputError(problems)
-    if problems:
-        fields = [problem_fields(problem) for problem in problems]
-        print_json("inspect", {"engine": str(engine), "state": "damaged", "problems": fields})
-        return EXIT_BAD_INPUT
-    artifact = open_artifact(engine)
-    quantization = _quantization_fields(artifact)
-    if as_json:
-        fields_ = {
-            "engine": str(engine),
-            "state": "sealed",
-            "hashes_checked": check,
-            "size_bytes": artifact.size_bytes,
-            "recipe": artifact.recipe.model_dump(mode="json"),
-            "fidelity": fidelity(artifact.recipe),
-            "quantization": quantization,
-            "manifest": artifact.manifest.model_dump(mode="json", by_alias=True),
-        }
-        print_json("inspect", fields_)
-        return 0
-    _print_inspection(artifact, quantization, check)
-    return 0
-
-
-def _quantization_fields(artifact: Artifact) -> dict[str, Any] | None:
-    """Sizes and per-layer error from the quantization report; None when nothing is quantized."""
-    from trtspec.artifact import REPORT_FILE
-
-    if not (artifact.target_dir / REPORT_FILE).is_file():
-        return None
-    from trtspec.quantize.report import read_report
-
-    report = read_report(artifact.target_dir)
-    measured = sorted((layer.sqnr_db, layer.module) for layer in report.layers if layer.sqnr_db is not None)
-    return {
-        "quant_algo": report.quant_algo,
-        "kv_cache_quant_algo": report.kv_cache_quant_algo,
-        "weight_bytes_before": report.bytes_before,
-        "weight_bytes_after": report.bytes_after,
-        "layers": len(report.layers),
-        "sqnr_db_median": measured[len(measured) // 2][0] if measured else None,
-        "sqnr_db_worst": [{"module": module, "sqnr_db": sqnr} for sqnr, module in measured[:3]],
-        "calibration": asdict(report.calibration),
-        "calibrated_on": report.calibration.describe(),
-        "warnings": report.warnings,
-    }
-
-
-def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, checked: bool) -> None:
-    manifest, recipe = artifact.manifest, artifact.recipe
-    files = manifest.files
-    sizes = {
-        part: sum(record.size for name, record in files.items() if name.startswith(f"{part}/"))
-        for part in ("target", "baseline")
-    }
-    rows = [
-        ("engine", f"{artifact.folder} (sealed{', every file read and unchanged' if checked else ''})"),
-        ("recipe", f"{recipe.name}: {_summary(artifact)}"),
-        ("model", f"{recipe.model.source} (built from {manifest.source.path})"),
-        (
-            "built",
-            f"{manifest.created} ({_age(manifest.created)}) on {manifest.machine.get('processor', '?')}",
-        ),
-        ("steps", ", ".join(f"{step.name} {human_seconds(step.seconds)}" for step in manifest.steps)),
-    ]
-    if sizes["target"]:
-        rows.append(("target", human_bytes(sizes["target"])))
-    rows.append(
-        ("baseline", human_bytes(sizes["baseline"]) + ("" if sizes["target"] else ", also the target"))
-    )
-    if quantization:
-        before, after = quantization["weight_bytes_before"], quantization["weight_bytes_after"]
-        rows.append(("weights", f"{human_bytes(before)} -> {human_bytes(after)} ({after / before:.0%})"))
-        if quantization["sqnr_db_worst"]:
-            worst = ", ".join(
-                f"{layer['module']} {layer['sqnr_db']:.1f}" for layer in quantization["sqnr_db_worst"]
-            )
-            median = f"median {quantization['sqnr_db_median']:.1f} over {quantization['layers']} layers"
-            rows.append(("SQNR dB", f"{median}, worst {worst}"))
-        rows.append(("calibrated on", quantization["calibrated_on"]))
-        rows += [("warning", warning) for warning in quantization["warnings"]]
-    rows += [
-        ("recipe digest", manifest.recipe_digest),
-        ("source digest", manifest.source.digest),
-    ]
-    if manifest.calibration_digest:
-        rows.append(("texts digest", f"{manifest.calibration_digest} (of the file of calibration texts)"))
-    if quantization:
-        digest = quantization["calibration"]["digest"]
-        rows.append(("rows digest", f"{digest} (of the token ids made from them, as in the report)"))
-    rows += [
-        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.tools.items())),
-    ]
-    for name, value in rows:
-        click.echo(f"{name:<14}{value}")
