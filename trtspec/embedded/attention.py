@@ -18,6 +18,10 @@ from trtspec.modelspec import ModelSpec
 # Sequences with at most this many rows share one padded call per layer; longer prefill chunks fill a call
 # alone. 16 covers decode and usual drafts; above it padding costs more than the ~50 us a call saves.
 FEW_ROWS = 16
+# On a CPU a call gathers at most about this much of the keys and values (one sequence may be longer): what
+# has left the second-level cache before it is used is read twice, and memory stays bounded (16 sequences of
+# 1000 tokens of SmolLM2: 2.0 ms a layer in parts, 3.3 in one call).
+GATHERED_BYTES = 2 * 2**20
 
 
 # --------------------------------------------------------------------------- rotary embeddings
@@ -110,12 +114,12 @@ class Rope:
         return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``heads [rows, heads, head_dim]`` rotated; computed in float32 or better, returned in its own dtype."""
-    half = heads.shape[-1] // 2
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """``heads [rows, heads, head_dim]`` rotated; computed in float32 or better, returned in its own dtype or
+    written to ``out``, which may be ``heads`` itself."""
     wide = heads.to(cos.dtype)
-    swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
-    return torch.addcmul(wide * cos, swapped, sin).to(heads.dtype)
+    rotated = torch.addcmul(wide * cos, wide.roll(heads.shape[-1] // 2, -1), sin)
+    return rotated.to(heads.dtype) if out is None else out.copy_(rotated)
 
 
 # --------------------------------------------------------------------------- attention
@@ -132,14 +136,16 @@ class _Group:
     """[sequences * rows]: batch row of each query; None: the batch's rows in order."""
     outputs: Tensor | None
     """[real rows]: which padded outputs are real; None: all."""
-    slots: Tensor
-    """[sequences * keys]"""
+    slots: Tensor | slice
+    """[sequences * keys]; a slice where one sequence's slots follow each other, which need no gathering."""
     mask: Tensor | None
     """Added to the scores: ``[sequences, 1, rows * queries per KV head, keys]`` for few rows,
     ``[rows, keys]`` for a long chunk; None: nothing masked."""
     long: bool
     causal: bool
     """A long chunk without context, whose triangle the kernel can skip."""
+    dtype: torch.dtype
+    """Of the computation."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +155,16 @@ class AttentionPlan:
     groups: tuple[_Group, ...]
     order: Tensor | None
     """[rows]: where in the groups' concatenated outputs each batch row is; None: in order."""
-    dtype: torch.dtype
-    """Of the computation; the result is rounded to that of the queries."""
 
 
-def plan_attention(batch: StepBatch, spec: ModelSpec, dtype: torch.dtype) -> AttentionPlan:
-    """Group the sequences of ``batch``. Raises nothing; masks are finite so that no row can become NaN."""
+def plan_attention(
+    batch: StepBatch, spec: ModelSpec, dtype: torch.dtype, few_dtype: torch.dtype | None = None
+) -> AttentionPlan:
+    """Group the sequences of ``batch``. Raises nothing; masks are finite so that no row can become NaN.
+
+    ``dtype`` of the computation, whose result is rounded to that of the queries; ``few_dtype``: that of
+    sequences with at most ``FEW_ROWS`` rows, where it is another.
+    """
     few: dict[int, list[SequenceRows]] = {}
     long: list[SequenceRows] = []
     for sequence in batch.sequences:
@@ -164,16 +174,30 @@ def plan_attention(batch: StepBatch, spec: ModelSpec, dtype: torch.dtype) -> Att
             # Equal bit lengths keep the padding of keys below a factor of two.
             length = (len(sequence.context) + sequence.count) | 255
             few.setdefault(length.bit_length(), []).append(sequence)
-    groups = [_few_rows(batch, sequences, spec, dtype) for sequences in few.values()]
+    few_dtype = dtype if few_dtype is None else few_dtype
+    slot_bytes = 2 * spec.num_kv_heads * spec.head_dim * few_dtype.itemsize
+    calls = [part for alike in few.values() for part in _parts(alike, slot_bytes, batch.tokens.device)]
+    groups = [_few_rows(batch, sequences, spec, few_dtype) for sequences in calls]
     groups += [_long_chunk(batch, sequence, spec, dtype) for sequence in long]
     if len(groups) == 1:
-        return AttentionPlan(tuple(groups), None, dtype)
-    members = [sequence for sequences in few.values() for sequence in sequences] + long
+        return AttentionPlan(tuple(groups), None)
+    members = [sequence for sequences in calls for sequence in sequences] + long
     device = batch.tokens.device
     rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members]).to(device)
     order = torch.empty_like(rows)
     order[rows] = torch.arange(len(rows), device=device)
-    return AttentionPlan(tuple(groups), order, dtype)
+    return AttentionPlan(tuple(groups), order)
+
+
+def _parts(sequences: list[SequenceRows], slot_bytes: int, device: torch.device) -> list[list[SequenceRows]]:
+    """``sequences``, which pad to similar lengths, in runs for one call each."""
+    if device.type != "cpu":
+        return [sequences]
+    longest = max(len(sequence.context) + sequence.count for sequence in sequences)
+    together = max(1, GATHERED_BYTES // (longest * slot_bytes))
+    if len(sequences) > together:  # of equal size
+        together = -(-len(sequences) // -(-len(sequences) // together))
+    return [sequences[i : i + together] for i in range(0, len(sequences), together)]
 
 
 def _few_rows(
@@ -227,8 +251,26 @@ def _few_rows(
         bias = _bias(visible, dtype)[:, :, None, :].expand(-1, -1, queries, -1)
         mask = bias.reshape(len(sequences), 1, rows * queries, keys)
     return _Group(
-        len(sequences), rows, keys, query_rows, outputs, torch.cat(pieces), mask, long=False, causal=False
+        len(sequences),
+        rows,
+        keys,
+        query_rows,
+        outputs,
+        _slots(pieces),
+        mask,
+        long=False,
+        causal=False,
+        dtype=dtype,
     )
+
+
+def _slots(pieces: list[Tensor]) -> Tensor | slice:
+    slots = torch.cat(pieces)
+    if slots.device.type == "cpu" and len(pieces) == 2:  # one sequence; a GPU would have to be waited for
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first == len(slots) - 1 and torch.equal(slots, torch.arange(first, last + 1)):
+            return slice(first, last + 1)
+    return slots
 
 
 def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype: torch.dtype) -> _Group:
@@ -248,8 +290,8 @@ def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype
     query_rows = None
     if len(batch.sequences) > 1:
         query_rows = torch.arange(first, first + rows, device=device)
-    slots = torch.cat((sequence.context, batch.slots[first : first + rows]))
-    return _Group(1, rows, keys, query_rows, None, slots, mask, long=True, causal=causal)
+    slots = _slots([sequence.context, batch.slots[first : first + rows]])
+    return _Group(1, rows, keys, query_rows, None, slots, mask, long=True, causal=causal, dtype=dtype)
 
 
 def _window(batch: StepBatch, spec: ModelSpec) -> int | None:
@@ -276,16 +318,15 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor:
     """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; needs the rows' own KV in ``store``."""
-    wide = q.to(plan.dtype)
-    outputs = [_attend_group(wide, layer, store, group) for group in plan.groups]
+    outputs = [_attend_group(q, layer, store, group) for group in plan.groups]
     out = outputs[0] if plan.order is None else torch.cat(outputs).index_select(0, plan.order)
     return out.to(q.dtype)
 
 
 def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tensor:
-    k, v = store.read_unscaled(layer, group.slots)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k, v = store.read_unscaled(layer, group.slots, group.dtype)
     k_factor, v_factor = store.read_factors[layer]
+    q = q.to(group.dtype)
     if group.query_rows is not None:
         q = q.index_select(0, group.query_rows)
     _, heads, dim = q.shape

@@ -48,6 +48,11 @@ def decode_e4m3(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.view(torch.float16).to(torch.float32).to(dtype)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: where numbers of ``dtype`` are scaled and rounded."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class KvStore:
     """Keys and values of ``num_slots`` tokens, ``[layers, num_slots, 2 * kv_heads, head_dim]``, keys first.
 
@@ -89,6 +94,11 @@ class KvStore:
         self._num_kv_heads = heads
         pairs = list(scales) if scales is not None else [(1.0, 1.0)] * spec.num_layers
         self._scales = pairs if kv_format != "none" else []
+        # [2 * kv_heads, 1] each: the scales of keys and values as write_both divides by them.
+        self._scale_rows = tuple(
+            torch.tensor(pair, dtype=wide_dtype(dtype), device=device).repeat_interleave(heads)[:, None]
+            for pair in self._scales
+        )
         # decode_e4m3 returns 1/256 of the value; a power of two changes no digit of the scale.
         factor = 256.0 if kv_format == "fp8" else 1.0
         self.read_factors = tuple((k * factor, v * factor) for k, v in self._scales) or (
@@ -103,32 +113,40 @@ class KvStore:
         self._keys[layer].index_copy_(0, slots, k)
         self._values[layer].index_copy_(0, slots, v)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[n, kv_heads, head_dim]`` at ``slots`` ``[n]`` in the compute dtype."""
+    def write_both(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """As :meth:`write`, keys and values side by side: ``kv [n, 2 * kv_heads, head_dim]``, keys first."""
+        if self.kv_format != "none":
+            kv = self._encode(kv, self._scale_rows[layer])
+        self._both[layer].index_copy_(0, slots, kv)
+
+    def read(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[n, kv_heads, head_dim]`` at ``slots`` ``[n]`` in the compute dtype; of a slice
+        they may be views."""
         k, v = self.read_unscaled(layer, slots)
         if self.kv_format == "none":
             return k, v
         k_factor, v_factor = self.read_factors[layer]
         return k * k_factor, v * v_factor
 
-    def read_unscaled(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`read`, still to be multiplied with the two ``read_factors[layer]``.
+    def read_unscaled(
+        self, layer: int, slots: Tensor | slice, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`read` in ``dtype``, still to be multiplied with the two ``read_factors[layer]``.
 
         Attention multiplies scores and outputs instead of every key and value: exact codes, less work.
         """
-        kv = self._both[layer].index_select(0, slots)
-        if self.kv_format == "fp8":
-            kv = decode_e4m3(kv, self.dtype)
-        elif self.kv_format == "int8":
-            kv = kv.to(self.dtype)
+        both = self._both[layer]
+        kv = both[slots] if isinstance(slots, slice) else both.index_select(0, slots)
+        dtype = self.dtype if dtype is None else dtype
+        kv = decode_e4m3(kv, dtype) if self.kv_format == "fp8" else kv.to(dtype)
         return kv[:, : self._num_kv_heads], kv[:, self._num_kv_heads :]
 
     def copy(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy ``src_slots`` to ``dst_slots`` in all layers, bit for bit; the sets may overlap."""
         self._all.index_copy_(1, dst_slots, self._all.index_select(1, src_slots))
 
-    def _encode(self, values: Tensor, scale: float) -> Tensor:
-        scaled = values.double() / scale if values.dtype == torch.float64 else values.float() / scale
+    def _encode(self, values: Tensor, scale: float | Tensor) -> Tensor:
+        scaled = values.to(wide_dtype(values.dtype)) / scale
         if self.kv_format == "fp8":
             return encode_e4m3(scaled)
         return scaled.round_().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)

@@ -323,3 +323,28 @@ def _to_bfloat16(scale: Tensor | None) -> Tensor | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square normalisation over the last dimension (arXiv 1910.07467), accumulated in float32."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+# Up to these many rows layer norm of doubled rows beats F.rms_norm, which is eight kernels on a CPU (one row of
+# 576 numbers: 3.3 instead of 8.5 us; 16 rows: 9 and 12).
+DOUBLED_ROWS = 16
+
+
+class RmsNorm:
+    """:func:`rms_norm` with one weight ``[hidden]``; few 16-bit rows on a CPU in two kernels.
+
+    The mean of (x, -x) is 0 and its variance the mean square of x, so half of its layer norm is x's RMS norm,
+    summed in float32 and rounded once.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        short = weight.device.type == "cpu" and weight.dtype.itemsize == 2
+        self._doubled = torch.cat((weight, weight)) if short else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if self._doubled is None or x.shape[0] > DOUBLED_ROWS or x.dtype != self.weight.dtype:
+            return F.rms_norm(x, (size,), self.weight, self.eps)
+        both = torch.cat((x, -x), -1)
+        return torch.layer_norm(both, (2 * size,), self._doubled, None, self.eps)[..., :size].contiguous()

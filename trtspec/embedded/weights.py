@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trtspec.embedded import layers
-from trtspec.embedded.layers import Linear, QuantizedWeight
+from trtspec.embedded.layers import Linear, QuantizedWeight, RmsNorm
 from trtspec.embedded.model import Decoder, DecoderLayer
 from trtspec.errors import InputError, Problem
 from trtspec.modelspec import INT4_ALGOS, ModelSpec, check_weight_files
@@ -75,13 +75,17 @@ def load_model(
 
 def _load_layer(checkpoint: _Checkpoint, prefix: str) -> DecoderLayer:
     attention, mlp, qk_norm = prefix + "self_attn.", prefix + "mlp.", checkpoint.spec.qk_norm
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(checkpoint.plain(name + ".weight"), checkpoint.spec.rms_norm_eps)
+
     return DecoderLayer(
-        input_norm=checkpoint.plain(prefix + "input_layernorm.weight"),
+        input_norm=norm(prefix + "input_layernorm"),
         qkv=checkpoint.linear([f"{attention}{name}_proj" for name in "qkv"]),
-        q_norm=checkpoint.plain(attention + "q_norm.weight") if qk_norm else None,
-        k_norm=checkpoint.plain(attention + "k_norm.weight") if qk_norm else None,
+        q_norm=norm(attention + "q_norm") if qk_norm else None,
+        k_norm=norm(attention + "k_norm") if qk_norm else None,
         o=checkpoint.linear([attention + "o_proj"]),
-        post_norm=checkpoint.plain(prefix + "post_attention_layernorm.weight"),
+        post_norm=norm(prefix + "post_attention_layernorm"),
         gate_up=checkpoint.linear([mlp + "gate_proj", mlp + "up_proj"]),
         down=checkpoint.linear([mlp + "down_proj"]),
     )
