@@ -59,7 +59,7 @@ def render_launch(
     draft_engine_dir: str | None = None,
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> str:
-    """A bash script that completes the repository beside it (``triton``), checks it and serves it.
+    """A bash script that completes a copy of the repository beside it (``triton``), checks and serves it.
 
     Paths as in :func:`trtspec.trtllm.triton.render_repository`. Raises InputError for ranks that this way of
     serving cannot place.
@@ -72,7 +72,7 @@ def render_launch(
     if engines and draft_engine_dir is not None:
         engines["draft engine"] = draft_engine_dir
     blocks = [
-        _header(recipe, facts.version),
+        _header(recipe, facts.version, num_nodes(recipe, gpus_per_node)),
         _version_check(facts.version),
         _copy(recipe),
         *(_engine_check(recipe, name, path) for name, path in engines.items()),
@@ -103,8 +103,12 @@ def placement_problems(recipe: Recipe, gpus_per_node: int = GPUS_PER_NODE) -> It
 # --------------------------------------------------------------------------- the script
 
 
-def _header(recipe: Recipe, version: str) -> str:
+def _header(recipe: Recipe, version: str, nodes: int) -> str:
     ask = curl_example(recipe)
+    # The rendered files stay as they are: NVIDIA's are added to a copy.
+    repository = 'MODEL_REPO="${MODEL_REPO:-$(mktemp -d)}"'
+    if nodes > 1:
+        repository = ': "${MODEL_REPO:?set MODEL_REPO to an empty folder that all machines see}"'
     return f"""\
 #!/usr/bin/env bash
 # {recipe.name}: Triton with TensorRT-LLM {version}.
@@ -112,7 +116,7 @@ def _header(recipe: Recipe, version: str) -> str:
 # Run it in NVIDIA's tritonserver:YY.MM-trtllm-python-py3 image whose TensorRT-LLM is {version}.
 # Ask it: {ask}
 set -euo pipefail
-MODEL_REPO="${{MODEL_REPO:-$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)/triton}}"
+{repository}
 TEMPLATES="${{TEMPLATES:-{TEMPLATES[recipe.backend.kind]}}}"
 
 fail() {{ echo "$0: $*" >&2; exit 3; }}
@@ -140,6 +144,7 @@ def _copy(recipe: Recipe) -> str:
     lines = [
         f'[ -d "$TEMPLATES" ] || fail "no $TEMPLATES; set TEMPLATES to NVIDIA\'s {TEMPLATES[kind]} folder"'
     ]
+    lines.append('cp -r "$(dirname "${BASH_SOURCE[0]}")/triton/." "$MODEL_REPO"')
     pairs = [(model, model) for model in PYTHON_MODELS[kind]]
     if kind == "pytorch":
         pairs = [("tensorrt_llm", name)]
@@ -281,7 +286,7 @@ def _server_function(recipe: Recipe) -> str:
     words += [f"--{what}-port={port}" for what, port in ports]
     return f"""\
 server() {{
-  command=({_SERVER} --model-repository="$MODEL_REPO"
+  command=("${{TRITONSERVER:-{_SERVER}}}" --model-repository="$MODEL_REPO"
     {shlex.join(words[:3])}
     {shlex.join(words[3:])}
     --disable-auto-complete-config "--backend-config=python,shm-region-prefix-name=trtspec_$1_")
@@ -292,7 +297,17 @@ server() {{
 """
 
 
-# --------------------------------------------------------------------------- asking
+# --------------------------------------------------------------------------- starting, asking
+
+
+def docker_command(folder: str, script: str, mounted_at: str) -> str:
+    """Run ``script`` (a path in the container) in NVIDIA's Triton image, ``folder`` seen at ``mounted_at``.
+
+    ``TRITON_IMAGE`` stands for the image: which one has which TensorRT-LLM, NVIDIA's support matrix says.
+    """
+    mount = shlex.quote(f"{folder}:{mounted_at}:ro")
+    options = "--rm --gpus all --ipc host --network host --ulimit memlock=-1 --ulimit stack=67108864"
+    return f"docker run {options} -v {mount} TRITON_IMAGE bash {shlex.quote(script)}"
 
 
 def curl_example(recipe: Recipe) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import DraftModelSpeculation, PytorchBackend, Recipe, TensorrtBackend
 from trtspec.triton_config import ModelConfig, TensorConfig, tensor_from_line, to_pbtxt
+from trtspec.trtllm.command import VARIABLES
 from trtspec.trtllm.draft_weights import choice_problems
 from trtspec.trtllm.facts import Facts, load_facts
 from trtspec.trtllm.llm_api import to_yaml
@@ -96,7 +97,6 @@ def render_repository(
         problems.append(Problem("the draft engine's folder is not known", key="speculation.model"))
     if problems:
         raise InputError(problems)
-    paths = (engine_dir, tokenizer_dir, draft_engine_dir or "", str(llm_options or ""))
     if isinstance(recipe.backend, TensorrtBackend):
         models = cpp_models(
             recipe,
@@ -128,7 +128,7 @@ def render_repository(
         wrong = list(llmapi_problems(config, options, triton, facts))
         files = {f"{config.name}/1/model.yaml": to_yaml({**options, "triton_config": triton})}
     files |= {f"{folder}/config.pbtxt": to_pbtxt(config) for folder, config in models.items()}
-    wrong += placeholder_problems(files, paths)
+    wrong += placeholder_problems(files)
     if wrong:
         raise InputError([Problem(message) for message in wrong])
     return dict(sorted(files.items()))
@@ -151,9 +151,9 @@ def triton_problems(
     return problems
 
 
-def placeholder_problems(files: Mapping[str, str], paths: tuple[str, ...] = ()) -> Iterator[str]:
-    """Placeholders that nothing fills: all ``${...}`` but the variables of the caller's ``paths``."""
-    known = {found for path in paths for found in _PLACEHOLDER.findall(path)}
+def placeholder_problems(files: Mapping[str, str]) -> Iterator[str]:
+    """Placeholders that nothing fills: all ``${...}`` but the variables of a rendered script."""
+    known = {f"${{{name}}}" for name in VARIABLES}
     for name, text in files.items():
         for found in sorted(set(_PLACEHOLDER.findall(text)) - known):
             yield f"{name}: the placeholder {found} was not filled in"
