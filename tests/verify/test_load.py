@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import built_tiny
 import pytest
 from built_tiny import Broken, build_tiny, repetitive_prompts
@@ -146,6 +148,23 @@ def test_acceptance_on_a_real_engine(artifact):
     assert check.measured == pytest.approx(tokens / sum(steps.values()))
     assert 0 < evidence["acceptance_rate"] <= 1
     assert "bonus or recovered token included" in evidence["definition"]
+
+
+def test_steps_held_back_are_told_and_counted_by_the_engine(artifact):
+    """A run counts its own steps only, whatever the engine did before."""
+    held = [7]
+    engine = Broken(open_engine(artifact), change_stats=lambda stats: replace(stats, held_back_steps=held[0]))
+    requests = requests_for(repetitive_prompts(), 8, frozenset({2}))
+    result = run(engine, requests, draft_limit=3, on_answer=lambda: held.append(held.pop() + 2))
+    assert result.held_back_steps == 2 * len(requests)
+    check = check_acceptance(
+        result.answers, draft_limit=3, bound=None, contradictions=(), held_back_steps=result.held_back_steps
+    )
+    assert check.evidence["held_back_steps"] == 12
+    assert "drafting held back in 12 steps" in check.summary
+    quiet = check_acceptance(result.answers, draft_limit=3, bound=None, contradictions=())
+    assert quiet.evidence["held_back_steps"] == 0
+    assert "held back" not in quiet.summary
 
 
 def accepted(emitted: tuple[int, ...], name: str = "a", drafted: int = 0) -> Answer:

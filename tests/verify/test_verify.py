@@ -17,6 +17,7 @@ from trtspec.errors import InputError
 from trtspec.text import Tokenizer
 from trtspec.verify import protocol, render, report
 from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.settings import QUICK, Settings
 from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, load_prompts, load_texts
 
 
@@ -90,9 +91,9 @@ def test_stages_are_reported_one_after_the_other(tmp_path, data, capsys):
 def test_help_shows_the_defaults_that_hold(capsys):
     main(["verify", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    full, quick = protocol.Settings(), protocol.QUICK
+    full, quick = Settings(), QUICK
     shown = re.findall(r"--([a-z-]+) [A-Z ]+[^\[]*\[default: (\d+); quick: (\d+)\]", text)
-    assert len(shown) == 6
+    assert len(shown) == 7
     for option, default, quick_default in shown:
         name = option.replace("-", "_")
         assert (int(default), int(quick_default)) == (getattr(full, name), getattr(quick, name))
@@ -119,7 +120,7 @@ def test_a_required_check_that_cannot_run_is_no_pass(tmp_path, data):
     built = build_tiny(tmp_path / "plain", speculation="{kind: none}")
     gates = built.recipe.gates.model_copy(update={"min_speedup": 1.1})
     demanding = dataclasses.replace(built, recipe=built.recipe.model_copy(update={"gates": gates}))
-    settings = dataclasses.replace(protocol.QUICK, prompts=data[0], heldout=data[1], max_new_tokens=8)
+    settings = dataclasses.replace(QUICK, prompts=data[0], heldout=data[1], max_new_tokens=8)
     result = protocol.verify(demanding, settings)
     assert result.exit_code == 4
     assert [check.verdict for check in result.checks if check.name == "speedup"] == [Verdict.SKIPPED]
@@ -197,7 +198,7 @@ def test_texts_are_cut_and_counted(tmp_path, tokenizer):
 def test_what_ships_is_readable(path: Path, tokenizer):
     if path == PROMPTS_FILE:
         prompts = load_prompts(path, tokenizer, limit=1000, max_tokens=100_000)
-        assert len(prompts) >= protocol.Settings().num_prompts
+        assert len(prompts) >= Settings().num_prompts
         assert len({prompt.tokens for prompt in prompts}) == len(prompts)
     else:
         texts = load_texts(path, tokenizer, total_tokens=10**9, max_tokens=100_000)

@@ -35,6 +35,16 @@ _FILE = UserPath()
     "--exact-tokens", type=click.IntRange(2), help="Longest answer in float64.  [default: 32; quick: 24]"
 )
 @click.option(
+    "--sampled-prompts",
+    type=click.IntRange(1),
+    help="Prompts of the sampled answers that judge approximate acceptance.  [default: 40; quick: 24]",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.01, 10),
+    help="Of these sampled answers.  [default: 1.0]",
+)
+@click.option(
     "--rounds", type=click.IntRange(1), help="How often each prompt is timed.  [default: 2; quick: 1]"
 )
 @click.option("--heldout", type=_FILE, help="JSONL file with text a line, for perplexity.  [default: ours]")
@@ -54,6 +64,8 @@ def verify(
     max_new_tokens: int | None,
     exact_prompts: int | None,
     exact_tokens: int | None,
+    sampled_prompts: int | None,
+    temperature: float | None,
     rounds: int | None,
     heldout: Path | None,
     quality_tokens: int | None,
@@ -65,15 +77,17 @@ def verify(
     """Check an engine: is speculation lossless, is quality kept, is it faster?
 
     Lossless means: the same tokens as without speculation. The proof is a run in float64, where rounding
-    cannot excuse a difference; in 16 bit near ties may differ. Compares the engine with the same weights
-    without speculation and with the 16-bit baseline, by the gates of its recipe. Exit code 0: every gate
-    holds; 1: one does not; 4: the measurements do not decide.
+    cannot excuse a difference; in 16 bit near ties may differ. Approximate (typical) acceptance is never
+    called lossless: what it samples is judged by its likelihood under the target and by repetition. Compares
+    the engine with the same weights without speculation and with the 16-bit baseline, by the gates of its
+    recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trtspec.artifact import open_artifact
     from trtspec.user_files import check_writable, write_user_file
     from trtspec.verify import protocol, render, report
+    from trtspec.verify.settings import QUICK, Settings
 
     given = {
         "prompts": prompts,
@@ -81,12 +95,14 @@ def verify(
         "max_new_tokens": max_new_tokens,
         "exact_prompts": exact_prompts,
         "exact_tokens": exact_tokens,
+        "sampled_prompts": sampled_prompts,
+        "temperature": temperature,
         "rounds": rounds,
         "heldout": heldout,
         "quality_tokens": quality_tokens,
     }
     settings = dataclasses.replace(
-        protocol.QUICK if quick else protocol.Settings(),
+        QUICK if quick else Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
     for path in (output, markdown):

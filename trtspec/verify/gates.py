@@ -54,6 +54,8 @@ class Check:
     """How the number was obtained, precisely enough to obtain it again."""
     warnings: tuple[str, ...] = ()
     evidence: dict[str, Any] = field(default_factory=dict)
+    details: tuple[str, ...] = ()
+    """Findings one by one, a line each, below the summary."""
 
 
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:

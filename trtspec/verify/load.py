@@ -110,9 +110,11 @@ def check_acceptance(
     bound: float | None,
     contradictions: Sequence[str],
     tasks: Sequence[str] = (),
+    held_back_steps: int = 0,
 ) -> Check:
     """Acceptance length over ``answers`` (token-weighted; the evidence has the request-weighted mean too,
-    and the length of each of ``tasks``, the kinds of the prompts)."""
+    and the length of each of ``tasks``, the kinds of the prompts). ``held_back_steps``: of
+    :class:`~trtspec.verify.ruler.Run`."""
     how = f"{DEFINITION}; greedy, the engine's step counts; 95 % bootstrap over requests"
     steps = [float(len(answer.emitted)) for answer in answers]
     tokens = [float(len(answer.tokens)) for answer in answers]
@@ -129,6 +131,7 @@ def check_acceptance(
         "acceptance_rate_mean_over_requests": sum(rates) / len(rates) if rates else None,
         "drafted": drafted,
         "accepted": accepted,
+        "held_back_steps": held_back_steps,
         "acceptance_length_by_task": _by_task(answers, tasks),
         "steps_by_tokens_emitted": emitted_histogram(answers),
         "contradictions": list(contradictions),
@@ -165,6 +168,8 @@ def check_acceptance(
         if drafted
         else "none drafted"
     )
+    if held_back_steps:
+        rate += f", drafting held back in {held_back_steps} steps where it would not have paid"
     return gated(
         name="acceptance",
         what=f"{rate}; tokens a step",

@@ -77,9 +77,13 @@ def _token(answer: Answer, index: int) -> int | None:
 
 
 def locate(
-    engine: Engine, comparison: Comparison, prompts: Sequence[Prompt], reference: Sequence[Answer]
+    engine: Engine,
+    comparison: Comparison,
+    prompts: Sequence[Prompt],
+    reference: Sequence[Answer],
+    spell: Callable[[int], str] | None = None,
 ) -> Comparison:
-    """Score every divergence with ``engine`` (the one without speculation)."""
+    """Score every divergence with ``engine`` (the one without speculation). ``spell``: a token's text."""
     scored = []
     for divergence in comparison.divergences:
         if divergence.reference_token is None or divergence.other_token is None:
@@ -93,7 +97,11 @@ def locate(
                 logprobs[token] = engine.score((*common, token)).logprobs[-1]
         best = logprobs[at_place.top_tokens[-1]]
         gap = best - min(logprobs[divergence.reference_token], logprobs[divergence.other_token])
-        scored.append(replace(divergence, gap_nats=gap, margin=at_place.margins[-1]))
+        texts = {}
+        if spell is not None:
+            texts["reference_text"] = spell(divergence.reference_token)
+            texts["other_text"] = spell(divergence.other_token)
+        scored.append(replace(divergence, gap_nats=gap, margin=at_place.margins[-1], **texts))
     return replace(comparison, divergences=tuple(scored))
 
 
@@ -199,6 +207,7 @@ def check_lossless(
     noise_tokens: int = 96,
     offer: Callable[[Drafts], AbstractContextManager[None]] | None = None,
     proof: str | None = None,
+    spell: Callable[[int], str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Identity:
     """Compare ``speculative`` with ``plain`` (same weights, no speculation) on ``prompts``.
@@ -207,6 +216,7 @@ def check_lossless(
     nothing. ``floor_prompts`` of the prompts are also run one by one, ``noise_texts`` texts of up to
     ``noise_tokens`` tokens scored in passes of several lengths. ``offer`` makes ``speculative`` draft by a
     plan: then the prompts are run once more, with near misses as drafts. ``proof``: see :func:`judge`.
+    ``spell``: see :func:`locate`.
     """
     requests = requests_for(prompts, max_new_tokens, stop_tokens)
     rows = sorted({1, (draft_limit or 4) + 1, 16})  # decode, verification, a batch
@@ -241,15 +251,16 @@ def check_lossless(
         with offer(plan.drafts):
             missed = run(speculative, requests, draft_limit=None, on_answer=advance)
         contradictions += missed.contradictions
-        compared = locate(plain, compare(reference.answers, missed.answers), prompts, reference.answers)
+        compared = compare(reference.answers, missed.answers)
+        compared = locate(plain, compared, prompts, reference.answers, spell)
         near = NearMissRun(compared, refusals(plan, prompts, missed.answers))
     texts = [
         (*prompt.tokens, *answer.tokens)[-noise_tokens:]
         for prompt, answer in list(zip(prompts, reference.answers, strict=True))[:noise_texts]
     ]
     noise = row_noise(plain, texts, rows, advance)
-    comparison = locate(plain, comparison, prompts, reference.answers)
-    floor = locate(plain, compare(one_by_one, together), prompts, one_by_one)
+    comparison = locate(plain, comparison, prompts, reference.answers, spell)
+    floor = locate(plain, compare(one_by_one, together), prompts, one_by_one, spell)
     if dtype in TIES_ALLOWED:
         comparison = look_closer(plain, comparison, prompts, reference.answers, noise, rows)
         floor = look_closer(plain, floor, prompts, one_by_one, noise, rows)

@@ -30,6 +30,7 @@ POWER_NATS = 0.1
 MIN_NEAR = 12
 """Refused near misses that the proof needs: an acceptance that keeps every fourth of them is then caught
 with 97 %."""
+_SHOWN = 8
 FAULT = 3
 """Times the largest noise measured. A divergence is where rounding was largest among all places of all texts,
 along the run's own mix of passes, and noise is measured at fewer places: a little above is no fault yet."""
@@ -52,6 +53,9 @@ class Divergence:
     local_noise_nats: float | None = None
     """How far the two tokens' difference moves at this very place with the rows of a forward; measured
     only where the gap exceeds the noise elsewhere."""
+    reference_text: str | None = None
+    """Of ``reference_token``; None where one text ended."""
+    other_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def judge(
         verdict, measured_as = Verdict.PASS, "numeric ties only"
         if noise.usual_nats > POWER_NATS or doubtful:
             verdict, required = Verdict.INCONCLUSIVE, required and proof is None
-        summary = _ties(comparison, noise, floor, doubtful, against, proof)
+        summary = _ties(comparison, noise, doubtful, against, proof)
     else:
         verdict = Verdict.PASS
         summary = f"identical to the same weights {against} in {scope}"
@@ -225,13 +229,57 @@ def judge(
             "near_misses": None if near is None else _near_evidence(near),
             "contradictions": list(contradictions),
         },
+        details=_details(comparison, noise, floor, upper, rounds=rounds, speculates=speculates),
     )
+
+
+def _details(
+    comparison: Comparison,
+    noise: Noise,
+    floor: Comparison,
+    upper: float,
+    *,
+    rounds: bool,
+    speculates: bool,
+) -> tuple[str, ...]:
+    """Every divergence (the first few), the bound on their rate, and what batching alone does."""
+    lines = _listed(comparison, noise, rounds)
+    if comparison.positions:
+        below = f"{upper:.2g}" if upper < 0.001 else f"{upper:.2%}"
+        rule = " (less than 3/n)" if not comparison.divergences else ""
+        lines.append(
+            f"mismatch rate: {len(comparison.divergences)} of {comparison.positions} compared tokens, below "
+            f"{below} with 95 % confidence{rule}"
+        )
+    if speculates and floor.prompts:
+        lines.append(
+            f"without speculation, batch 1 against all {comparison.prompts} prompts together: "
+            f"{len(floor.divergences)} of {floor.prompts} answers differ ({floor.positions} tokens)"
+        )
+        lines += [f"there, {line}" for line in _listed(floor, noise, rounds)]
+    return tuple(lines)
+
+
+def _listed(comparison: Comparison, noise: Noise, rounds: bool) -> list[str]:
+    shown = [_place(divergence, noise, rounds) for divergence in comparison.divergences[:_SHOWN]]
+    if (more := len(comparison.divergences) - _SHOWN) > 0:
+        shown.append(f"and {more} more, in the report (-o)")
+    return shown
+
+
+def _place(divergence: Divergence, noise: Noise, rounds: bool) -> str:
+    """``chat-1, token 3: ' x' instead of ' y', top-2 margin 0.031, gap 0.031: near tie`` (in nats)"""
+    text = f"{divergence.prompt_id}, token {divergence.position}: {_tokens(divergence)}"
+    if divergence.margin is not None and divergence.gap_nats is not None:
+        text += f", top-2 margin {divergence.margin:.2g}, gap {divergence.gap_nats:.2g}"
+    if not rounds or is_fault(divergence, noise):
+        return text
+    return text + (": near tie" if is_tie(divergence, noise) else ": above the usual noise")
 
 
 def _ties(
     comparison: Comparison,
     noise: Noise,
-    floor: Comparison,
     doubtful: Sequence[Divergence],
     against: str,
     proof: str | None,
@@ -251,9 +299,6 @@ def _ties(
         f" (gaps between the two tokens up to {_nats(largest)}; rounding alone moves scores by up to "
         f"{noise.usual_nats:.2g} at 95 % of the places, up to {max(noise.nats, local):.2g} anywhere"
     )
-    if floor.prompts:
-        batching = f"{len(floor.divergences)} of {floor.prompts}"
-        text += f"; without speculation, a batch and batch 1 differ in {batching}"
     text += ")"
     if noise.usual_nats > POWER_NATS or doubtful:
         text += f"; a loss smaller than {_nats(max(noise.usual_nats, largest))} cannot be seen here"
@@ -298,11 +343,20 @@ def _near_evidence(near: NearMissRun) -> dict[str, object]:
 
 def _describe(divergence: Divergence) -> str:
     place = f"prompt {divergence.prompt_id}, token {divergence.position}"
-    if divergence.other_token is None:
-        return f"{place}: ends early"
-    if divergence.reference_token is None:
-        return f"{place}: goes on where the reference ended"
     gap = "" if divergence.gap_nats is None else f", {_nats(divergence.gap_nats)} below the best token"
     if divergence.local_noise_nats is not None:
         gap += f" (rounding at this place: {divergence.local_noise_nats:.3g})"
-    return f"{place}: token {divergence.other_token} instead of {divergence.reference_token}{gap}"
+    return f"{place}: {_tokens(divergence)}{gap}"
+
+
+def _tokens(divergence: Divergence) -> str:
+    if divergence.other_token is None:
+        return "ends early"
+    if divergence.reference_token is None:
+        return "goes on where the reference ended"
+    texts = (divergence.other_text, divergence.reference_text)
+    numbers = (divergence.other_token, divergence.reference_token)
+    # Repeated bytes of one character look alike as text.
+    known = None not in texts and texts[0] != texts[1]
+    other, reference = (repr(text) for text in texts) if known else (f"token {n}" for n in numbers)
+    return f"{other} instead of {reference}"

@@ -13,7 +13,9 @@ from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versio
 from trtspec.backends import open_engine
 from trtspec.engine import Engine
 from trtspec.recipe import NoSpeculation, Recipe
+from trtspec.recipe_facts import fidelity
 from trtspec.text import Tokenizer
+from trtspec.verify.approximate import check_approximate
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.load import (
     Contender,
@@ -29,53 +31,16 @@ from trtspec.verify.near_misses import Drafts
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.ruler import Answer, acceptance_within, max_draft, run
+from trtspec.verify.settings import Settings
 from trtspec.verify.stats import rate_upper_bound
 from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 
 OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
-_EXACT = "lossless_float64"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much is measured. More prompts and tokens narrow the intervals and take longer."""
-
-    num_prompts: int = 12
-    max_new_tokens: int = 48
-    max_prompt_tokens: int | None = None
-    """Of the prompts that ship with trtspec only those up to this length."""
-    quality_tokens: int = 3000
-    quality_text_tokens: int = 128
-    race_prompts: int = 6
-    race_tokens: int = 32
-    rounds: int = 2
-    floor_prompts: int = 3
-    noise_texts: int = 2
-    noise_tokens: int = 64
-    exact_prompts: int = 8
-    """Prompts of the comparison in float64: those with the most drafts for the time they take."""
-    exact_tokens: int = 32
-    prompts: Path | None = None
-    """The user's own JSONL file; None: the prompts that ship with trtspec."""
-    heldout: Path | None = None
-
-
-QUICK = Settings(
-    num_prompts=6,
-    max_new_tokens=24,
-    max_prompt_tokens=120,
-    quality_tokens=1000,
-    race_prompts=4,
-    race_tokens=16,
-    rounds=1,
-    floor_prompts=2,
-    noise_texts=1,
-    noise_tokens=48,
-    exact_prompts=4,
-    exact_tokens=24,
-)
+_LOSSLESS = {"strict": "lossless", "approximate": "greedy"}
+"""The check of greedy answers by what the recipe's acceptance does when sampling: an approximate one accepts
+greedy requests exactly, and is lossless in nothing else."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +87,46 @@ def verify(
             max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
         )
     excuse = _no_exact_run(built)
-    proof = None if excuse is not None else _EXACT
+    label = fidelity(recipe)
+    exact_name = f"{_LOSSLESS[label]}_float64"
+    proof = None if excuse is not None else exact_name
+    sampled: list[Prompt] = []
+    if label == "approximate":
+        sampled = load_prompts(
+            settings.prompts or PROMPTS_FILE,
+            tokenizer,
+            limit=settings.sampled_prompts,
+            max_tokens=_longest_prompt(recipe, settings),
+            sample=settings.prompts is None,
+        )
     with contextlib.ExitStack() as stack:
         say("loading the engines")
         engines = _open(built, stack)
         seconds = _estimate_s(engines, prompts, settings, recipe, exact=proof is not None)
+        seconds *= 1 + len(sampled) * settings.samples / (4 * len(prompts))
         say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
         checks, answers = _measure(built, engines, prompts, texts, tokenizer, settings, proof, on_progress)
+        if sampled:
+            checks[:0] = _approximate(engines, sampled, tokenizer, settings, recipe, on_progress)
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
         livelier = _liveliest(prompts, answers, settings)
         exact = _exact(built, livelier, tokenizer, settings, on_progress)
-        checks[0] = compare_acceptance(
-            checks[0], answers, exact.speculative.answers, required=recipe.gates.lossless
+        at = [check.name for check in checks].index(_LOSSLESS[label])
+        checks[at] = compare_acceptance(
+            checks[at], answers, exact.speculative.answers, required=recipe.gates.lossless
         )
-        checks.insert(1, exact.check)
+        checks.insert(at + 1, exact.check)
     elif excuse:
-        checks.insert(1, _skipped(_EXACT, excuse, False))
+        checks.insert(1, _skipped(exact_name, excuse, False))
     notes = ["1 nat is a factor of 2.72 in probability, 0.1 nat of 1.11"]
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
+    if label == "approximate":
+        notes.append(
+            f"{recipe.acceptance.kind} acceptance is approximate: sampled output does not have the target's "
+            "law; greedy requests, in which acceptance and speed are measured, accept exactly"
+        )
     return Report(
         engine=str(built.folder),
         recipe_name=recipe.name,
@@ -162,6 +147,7 @@ def verify(
         seconds=round(time.monotonic() - began, 1),
         checks=tuple(checks),
         notes=tuple(notes),
+        fidelity=label,
     )
 
 
@@ -221,7 +207,8 @@ def _exact(
     recipe = built.recipe
     limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
     small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
-    stage = f"{_EXACT}: the same in float64, with near misses as drafts"
+    name = f"{_LOSSLESS[fidelity(recipe)]}_float64"
+    stage = f"{name}: the same in float64, with near misses as drafts"
     on_progress(stage, 0, 0)
     with contextlib.ExitStack() as stack:
         plain, speculative = (
@@ -238,12 +225,42 @@ def _exact(
             dtype="float64",
             speculates=True,
             required=recipe.gates.lossless,
-            name=_EXACT,
+            name=name,
             floor_prompts=0,
             noise_texts=0,
             offer=_offer(speculative),
+            spell=_speller(tokenizer),
             on_progress=lambda done, total: on_progress(stage, done, total),
         )
+
+
+def _approximate(
+    engines: _Engines,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    recipe: Recipe,
+    on_progress: OnProgress,
+) -> list[Check]:
+    """What is judged instead of losslessness where acceptance is approximate."""
+    stage = "approximate: sampled answers with and without drafts, scored by the target"
+    on_progress(stage, 0, 0)
+    return check_approximate(
+        engines.recipe,
+        engines.plain,
+        prompts,
+        samples=settings.samples,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        stop_tokens=tokenizer.eos_token_ids,
+        draft_limit=max_draft(recipe.speculation),
+        margin=recipe.gates.max_perplexity_ratio,
+        on_progress=lambda done, total: on_progress(stage, done, total),
+    )
+
+
+def _speller(tokenizer: Tokenizer) -> Callable[[int], str]:
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _offer(engine: Engine) -> Callable[[Drafts], contextlib.AbstractContextManager[None]]:
@@ -343,12 +360,14 @@ def _measure(
         dtype=recipe.backend.dtype,
         speculates=speculates,
         required=gates.lossless,
+        name=_LOSSLESS[fidelity(recipe)],
         floor_prompts=settings.floor_prompts,
         noise_texts=settings.noise_texts,
         noise_tokens=settings.noise_tokens,
         offer=_offer(engines.recipe) if speculates and recipe.backend.dtype == "float64" else None,
         proof=proof,
-        on_progress=stage(f"lossless: {what}"),
+        spell=_speller(tokenizer),
+        on_progress=stage(f"{_LOSSLESS[fidelity(recipe)]}: {what}"),
     )
     checks = [identity.check]
 
@@ -376,6 +395,7 @@ def _measure(
                 bound=gates.min_acceptance_length,
                 contradictions=identity.speculative.contradictions,
                 tasks=[prompt.task for prompt in prompts],
+                held_back_steps=identity.speculative.held_back_steps,
             )
         )
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import textwrap
 
@@ -10,12 +11,13 @@ from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.report import VERDICT_WORDS, Report
 
 _NAMES_WIDTH = 22
+_INDENT = " " * 14
 
 
 def terminal(report: Report, width: int = 100) -> str:
     """The checks as a table, one after the other, and the verdict last."""
     lines = [
-        f"{report.recipe_name}  {report.engine}",
+        f"{report.recipe_name}  {report.engine}" + _label(report),
         f"recipe {report.recipe_digest[:12]}, {report.machine.get('processor', 'unknown processor')}, "
         f"{report.created}, {report.seconds:.0f} s",
         "",
@@ -25,10 +27,14 @@ def terminal(report: Report, width: int = 100) -> str:
         body = textwrap.wrap(check.summary + _need(check), max(width - len(head), 30)) or [""]
         lines.append(head + body[0])
         lines += [" " * len(head) + line for line in body[1:]]
+        for detail in check.details:
+            lines += textwrap.wrap(
+                f"- {detail}", max(width, 40), initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  "
+            )
         for warning in check.warnings:
             wrapped = textwrap.wrap(f"warning: {warning}", max(width - len(head), 30))
             lines += [" " * len(head) + line for line in wrapped]
-    lines += ["", *(f"note: {note}" for note in report.notes), f"verdict: {verdict(report)}"]
+    lines += ["", *_notes(report, width), f"verdict: {verdict(report)}"]
     return "\n".join(lines)
 
 
@@ -36,7 +42,8 @@ def verdict(report: Report) -> str:
     """One line: the verdict and how many required checks it rests on."""
     required = [check for check in report.checks if check.required]
     passed = sum(check.verdict is Verdict.PASS for check in required)
-    line = f"{VERDICT_WORDS[report.exit_code]} ({passed} of {len(required)} required checks passed"
+    word = VERDICT_WORDS[report.exit_code] + (", approximate" if report.fidelity == "approximate" else "")
+    line = f"{word} ({passed} of {len(required)} required checks passed"
     broken = [check.name for check in report.checks if check.verdict is Verdict.ERROR and not check.required]
     return line + (f"; not measured: {', '.join(broken)})" if broken else ")")
 
@@ -61,6 +68,7 @@ def markdown(report: Report) -> str:
     details = []
     for check in report.checks:
         details += [f"### {check.name}: {_word(check)}", "", check.summary, ""]
+        details += [f"- {_code(detail)}" for detail in check.details]
         details += [f"- warning: {warning}" for warning in check.warnings]
         if check.how:
             details += [f"- how: {check.how}"]
@@ -78,6 +86,7 @@ def markdown(report: Report) -> str:
             *details,
             "## What it ran on",
             "",
+            f"- fidelity of sampled output: {report.fidelity}",
             f"- engine: `{report.engine}`, recipe digest `{report.recipe_digest}`, "
             f"source digest `{report.source_digest}`",
             f"- date: {report.created}, {report.seconds:.0f} s",
@@ -88,6 +97,26 @@ def markdown(report: Report) -> str:
             "",
         ]
     )
+
+
+def _notes(report: Report, width: int) -> list[str]:
+    return [
+        line
+        for note in report.notes
+        for line in textwrap.wrap(f"note: {note}", max(width, 40), subsequent_indent="      ")
+    ]
+
+
+def _label(report: Report) -> str:
+    """What must not be overlooked about the engine."""
+    if report.fidelity == "strict":
+        return ""
+    return "  (approximate: sampled output is not the target's law)"
+
+
+def _code(text: str) -> str:
+    """Characters of a model's text that Markdown would read as markup."""
+    return re.sub(r"([`*_<>|\\\[\]])", r"\\\1", text)
 
 
 def _word(check: Check) -> str:

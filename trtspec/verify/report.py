@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from trtspec.recipe_facts import Fidelity
 from trtspec.verify.gates import Check, all_ok, exit_code
 
 SCHEMA = "trtspec.report/1"
@@ -37,6 +38,9 @@ class Report:
     seconds: float
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = field(default=())
+    fidelity: Fidelity = "strict"
+    """``approximate``: the recipe's acceptance changes the law of sampled output; then no check is called
+    lossless."""
 
     @property
     def ok(self) -> bool:

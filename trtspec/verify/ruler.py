@@ -41,6 +41,8 @@ class Run:
     seconds: float
     tokens: int
     contradictions: tuple[str, ...]
+    held_back_steps: int = 0
+    """Steps that could have drafted and did not, as the engine counts them."""
 
 
 @dataclass
@@ -125,7 +127,8 @@ def run(
         for book in [books[request.id]]
     )
     tokens = after.generated_tokens - before.generated_tokens
-    return Run(answers, seconds, tokens, tuple(wrong[:_MAX_CONTRADICTIONS]))
+    held_back = after.held_back_steps - before.held_back_steps
+    return Run(answers, seconds, tokens, tuple(wrong[:_MAX_CONTRADICTIONS]), held_back)
 
 
 def _enter(book: _Books, output: Output, draft_limit: int | None, wrong: list[str]) -> None:

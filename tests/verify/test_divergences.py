@@ -1,0 +1,89 @@
+"""What the report tells a reader of every divergence, of their rate and of the baseline's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import built_tiny
+import pytest
+from built_tiny import Broken, build_tiny, repetitive_prompts
+
+from trtspec.backends import open_engine
+from trtspec.verify.gates import Check
+from trtspec.verify.lossless import check_lossless
+from trtspec.verify.lossless_verdict import Comparison, Divergence, Noise, judge
+
+NOISE = Noise(0.08, 0.1, 0.03, 500, {"1": 0.1})
+
+
+def judged(*divergences: Divergence, floor: tuple[Divergence, ...] = ()) -> Check:
+    return judge(
+        "lossless",
+        Comparison(100, 4, divergences),
+        NOISE,
+        Comparison(40, 3, floor),
+        dtype="bfloat16",
+        drafted=4,
+        accepted=2,
+        speculates=True,
+        required=True,
+        contradictions=(),
+    )
+
+
+def test_every_divergence_is_told_with_place_texts_and_margin() -> None:
+    divergences = (
+        Divergence("a", 3, 1, 2, gap_nats=0.05, margin=0.04, reference_text=" tea", other_text=" rain"),
+        Divergence("b", 9, 7, 8, gap_nats=0.06, margin=0.06, reference_text="\ufffd", other_text="\ufffd"),
+        Divergence("c", 5, 7, None),
+    )
+    lines = judged(*divergences).details
+    assert lines[0] == "a, token 3: ' rain' instead of ' tea', top-2 margin 0.04, gap 0.05: near tie"
+    assert "token 8 instead of token 7" in lines[1], "bytes of a character have no text to tell them by"
+    assert lines[2] == "c, token 5: ends early"
+    assert lines[3].startswith("mismatch rate: 3 of 100 compared tokens, below 7.5")
+
+
+def test_identical_answers_bound_the_rate_by_the_rule_of_three() -> None:
+    line, _ = judged().details
+    bound = float(line.split("below ")[1].split("%")[0]) / 100
+    assert bound == pytest.approx(1 - 0.05**0.01, abs=1e-4)
+    assert bound < 3 / 100
+    assert line.endswith("(less than 3/n)")
+
+
+def test_the_baselines_own_divergence_is_told_beside_it() -> None:
+    own = Divergence("a", 2, 1, 2, gap_nats=0.05, margin=0.05, reference_text="x", other_text="y")
+    check = judged(floor=(own,))
+    *_, told, where = check.details
+    assert told == (
+        "without speculation, batch 1 against all 4 prompts together: 1 of 3 answers differ (40 tokens)"
+    )
+    assert where == "there, a, token 2: 'y' instead of 'x', top-2 margin 0.05, gap 0.05: near tie"
+
+
+def test_many_divergences_are_cut_and_counted() -> None:
+    many = tuple(Divergence(f"p{i}", 3, 1, 2, gap_nats=0.05) for i in range(11))
+    lines = judged(*many).details
+    assert len(lines) == 11
+    assert lines[8] == "and 3 more, in the report (-o)"
+
+
+def test_divergences_carry_the_tokens_texts(tmp_path: Path) -> None:
+    built = build_tiny(tmp_path)
+    speculative, plain = open_engine(built), open_engine(built, "no_speculation")
+    result = check_lossless(
+        Broken(speculative, change_output=built_tiny.changes_one_token("p3")),
+        plain,
+        repetitive_prompts(),
+        max_new_tokens=16,
+        stop_tokens=frozenset(),
+        draft_limit=3,
+        dtype="float32",
+        speculates=True,
+        required=True,
+        spell=lambda token: f"<{token}>",
+    )
+    [one] = result.check.evidence["divergences"]
+    assert one["other_text"] == f"<{one['other_token']}>"
+    assert f"'<{one['other_token']}>' instead of '<{one['reference_token']}>'" in result.check.details[0]

@@ -1,0 +1,54 @@
+"""How much ``trtspec verify`` measures: prompts, lengths, rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured. More prompts and tokens narrow the intervals and take longer."""
+
+    num_prompts: int = 12
+    max_new_tokens: int = 48
+    max_prompt_tokens: int | None = None
+    """Of the prompts that ship with trtspec only those up to this length."""
+    quality_tokens: int = 3000
+    quality_text_tokens: int = 128
+    race_prompts: int = 6
+    race_tokens: int = 32
+    rounds: int = 2
+    floor_prompts: int = 6
+    noise_texts: int = 2
+    noise_tokens: int = 64
+    exact_prompts: int = 8
+    """Prompts of the comparison in float64: those with the most drafts for the time they take."""
+    exact_tokens: int = 32
+    sampled_prompts: int = 40
+    """Prompts of the sampled answers that judge an approximate acceptance."""
+    samples: int = 2
+    """Answers to each of them."""
+    temperature: float = 1.0
+    """Of these; 1: the model's own law."""
+    prompts: Path | None = None
+    """The user's own JSONL file; None: the prompts that ship with trtspec."""
+    heldout: Path | None = None
+
+
+QUICK = Settings(
+    num_prompts=6,
+    max_new_tokens=24,
+    max_prompt_tokens=120,
+    quality_tokens=1000,
+    race_prompts=4,
+    race_tokens=16,
+    rounds=1,
+    floor_prompts=6,
+    noise_texts=1,
+    noise_tokens=48,
+    exact_prompts=4,
+    exact_tokens=24,
+    sampled_prompts=24,
+    samples=1,
+)
