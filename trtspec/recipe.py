@@ -450,8 +450,8 @@ class Gates(_Mapping):
     lossless: bool = True
     """Speculation changes nothing against the same weights without it (strict acceptance only)."""
     max_perplexity_ratio: Annotated[float, Field(gt=1.0, le=1e6)] | None = 1.25
-    """Upper end of the interval of perplexity over that of the 16-bit baseline. Typical acceptance: also of the
-    text that it samples over that of strict sampling, both under the target (null: 1.25 there)."""
+    """Upper end of the interval of perplexity over that of the 16-bit baseline. Typical acceptance: also of
+    the text that it samples over that of strict sampling, both under the target (null: 1.25 there)."""
     min_acceptance_length: Annotated[float, Field(ge=1.0, le=256.0)] | None = None
     """Tokens per target step, bonus token included."""
     min_speedup: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
