@@ -88,3 +88,14 @@ def parse_range(text: str) -> VersionRange:
         if operator in ("<", "<=", "==") and (version, included) < (high, high_included):
             high, high_included = version, included
     return VersionRange(text, low, low_included, high, high_included, frozenset(excluded))
+
+
+def range_text(versions: VersionRange) -> str:
+    """A bounded range in as few comparisons as it takes: ``>=1.0,<=1.2.1``, ``==1.2.1``."""
+    low, high = version_text(versions.low), version_text(versions.high)
+    if versions.low == versions.high:
+        return f"=={low}"
+    parts = [f"{'>=' if versions.low_included else '>'}{low}"]
+    parts.append(f"{'<=' if versions.high_included else '<'}{high}")
+    parts += [f"!={version_text(version)}" for version in sorted(versions.excluded)]
+    return ",".join(parts)
