@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trtspec.errors import InputError, Problem
+from trtspec.errors import Problem
 from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
@@ -54,21 +54,16 @@ def draft_folder(recipe: Recipe, paths: Paths) -> str | None:
 # --------------------------------------------------------------------------- options
 
 
-def llm_options(
-    recipe: Recipe, facts: Facts, paths: Paths, checkpoint: Checkpoint | None = None
-) -> tuple[dict[str, Any], list[Problem]]:
-    """LLM()'s keyword arguments but ``model``, for a ``pytorch`` recipe, not yet held against the table, and
-    what kept one from being written.
+def llm_options(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any]:
+    """LLM()'s keyword arguments but ``model``, for a ``pytorch`` recipe, not yet held against the table.
 
     Every size that the recipe states is written even where it equals a default: those differ by version."""
     backend, limits = recipe.backend, recipe.limits
     assert isinstance(backend, PytorchBackend)
-    chunked, problems = _chunked(recipe), []
-    kv_cache = {"enable_block_reuse": chunked, "dtype": _kv_dtype(recipe)}
-    try:
-        kv_cache |= _kv_size(recipe, facts, checkpoint)
-    except InputError as error:
-        problems = error.problems
+    chunked = _chunked(recipe)
+    kv_cache: dict[str, Any] = {"enable_block_reuse": chunked, "dtype": _kv_dtype(recipe)}
+    if limits.kv_cache_bytes is not None:
+        kv_cache["max_gpu_total_bytes"] = limits.kv_cache_bytes
     options: dict[str, Any] = {
         "dtype": backend.dtype,
         "tensor_parallel_size": recipe.parallel.tp,
@@ -94,7 +89,7 @@ def llm_options(
     drafting = _speculative(recipe, facts, paths)
     if drafting is not None:
         options["speculative_config"] = drafting
-    return options, problems
+    return options
 
 
 def overlap(recipe: Recipe) -> bool:
@@ -114,26 +109,6 @@ def _chunked(recipe: Recipe) -> bool:
 def _kv_dtype(recipe: Recipe) -> str:
     """auto: the checkpoint's, which then says nothing but 16 bit."""
     return "auto" if recipe.quantization.kv_cache == "none" else recipe.quantization.kv_cache
-
-
-def _kv_size(recipe: Recipe, facts: Facts, checkpoint: Checkpoint | None) -> dict[str, int]:
-    """The KV cache's size as the version takes it: in bytes, or up to 1.0 in tokens of this model."""
-    size = recipe.limits.kv_cache_bytes
-    if size is None:
-        return {}
-    if "max_gpu_total_bytes" in facts.classes["KvCacheConfig"]:
-        return {"max_gpu_total_bytes": size}
-    parallel = recipe.parallel
-    per_token = checkpoint and kv_bytes_per_token(
-        checkpoint, recipe.quantization.kv_cache, parallel.tp, parallel.pp
-    )
-    if not per_token:
-        message = (
-            f"TensorRT-LLM {facts.version} takes the size of the KV cache in tokens, and the sizes of "
-            f"{recipe.model.source} are not known here; download the model, or write null"
-        )
-        raise InputError(Problem(message, key="limits.kv_cache_bytes"))
-    return {"max_tokens": max(1, int(size / per_token))}
 
 
 def kv_bytes_per_token(checkpoint: Checkpoint, kv_cache: str, tp: int = 1, pp: int = 1) -> float | None:

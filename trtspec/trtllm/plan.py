@@ -143,7 +143,7 @@ def plan_commands(
     if isinstance(recipe.backend, TensorrtBackend):
         plan, problems = _engine_plan(recipe, facts, paths, checkpoint, draft, num_heads)
     else:
-        plan, problems = _llm_api_plan(recipe, facts, paths, checkpoint)
+        plan, problems = _llm_api_plan(recipe, facts, paths)
     if problems:
         raise InputError(problems)
     files, unserved = _repository(plan, paths, checkpoint, num_heads)
@@ -168,7 +168,7 @@ def _repository(
     )
     options = None
     if isinstance(recipe.backend, PytorchBackend):
-        options, _ = llm_options(recipe, load_facts(plan.version), paths, checkpoint)
+        options = llm_options(recipe, load_facts(plan.version), paths)
     files = render_repository(
         recipe,
         plan.version,
@@ -213,13 +213,11 @@ def _engine_plan(
     return plan, [*made.problems, *_flag_problems(facts, made.commands)]
 
 
-def _llm_api_plan(
-    recipe: Recipe, facts: Facts, paths: Paths, checkpoint: Checkpoint | None
-) -> tuple[TrtllmPlan, list[Problem]]:
+def _llm_api_plan(recipe: Recipe, facts: Facts, paths: Paths) -> tuple[TrtllmPlan, list[Problem]]:
     model = target_folder(recipe, paths)
-    options, problems = llm_options(recipe, facts, paths, checkpoint)
+    options = llm_options(recipe, facts, paths)
     serve = serve_command(recipe, facts, model, f"{paths.files}/{LLM_API_FILE}")
-    problems += [*option_problems(facts, options, model), *_flag_problems(facts, (serve,))]
+    problems = [*option_problems(facts, options, model), *_flag_problems(facts, (serve,))]
     plan = TrtllmPlan(
         recipe=recipe,
         version=facts.version,

@@ -22,6 +22,7 @@ from trtspec.recipe import (
 from trtspec.recipe_facts import drafted_positions
 from trtspec.recipe_file import recipe_digest
 from trtspec.trtllm.command import VARIABLES, Command
+from trtspec.trtllm.launch import LAUNCH_FILE
 from trtspec.trtllm.plan import TrtllmPlan, label
 
 EXAMPLES_DIR = "/app/tensorrt_llm/examples"
@@ -186,7 +187,10 @@ def _file(name: str, text: str) -> list[str]:
     folder = name.rpartition("/")[0]
     lines = [f'mkdir -p -- "${{WORK_DIR}}/{folder}"'] if folder else []
     body = _escaped(text, r"[\\`$]").rstrip("\n")
-    return [*lines, f'cat > "${{WORK_DIR}}/{name}" <<{_END}', body, _END]
+    end = _END
+    while end in body.splitlines():  # a file that is a script of its own may use the word
+        end += "_"
+    return [*lines, f'cat > "${{WORK_DIR}}/{name}" <<{end}', body, end]
 
 
 def _engine_check(plan: TrtllmPlan) -> list[str]:
@@ -220,9 +224,12 @@ def _engine_check(plan: TrtllmPlan) -> list[str]:
 
 
 def _epilogue(plan: TrtllmPlan) -> list[str]:
-    if plan.serve is None:
-        return [f"echo {_quoted(f'engine: {plan.model}; Triton serves it')}"]
-    return [f"echo {_quoted('serve it with: ' + ' '.join(plan.serve.argv))}"]
+    ways = []
+    if plan.serve is not None:
+        ways.append(f"serve it with: {' '.join(plan.serve.argv)}")
+    if LAUNCH_FILE in plan.files:
+        ways.append(f"serve it with Triton: bash ${{WORK_DIR}}/{LAUNCH_FILE}")
+    return [f"echo {_quoted(way)}" for way in ways or [f"made: {plan.model}; Triton cannot serve it"]]
 
 
 # --------------------------------------------------------------------------- quoting
