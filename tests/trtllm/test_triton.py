@@ -19,7 +19,7 @@ from trtspec.recipe_file import load_recipe
 from trtspec.triton_config import ModelConfig, quoted, to_pbtxt
 from trtspec.trtllm.command import Paths
 from trtspec.trtllm.facts import load_facts, versions_for
-from trtspec.trtllm.llm_api import llm_options
+from trtspec.trtllm.plan import plan_commands
 from trtspec.trtllm.triton import (
     llmapi_config,
     llmapi_problems,
@@ -57,10 +57,17 @@ def with_serving(recipe: Recipe, **changes: Any) -> Recipe:
     return recipe.model_copy(update={"serving": recipe.serving.model_copy(update=changes)})
 
 
+def options_of(recipe: Recipe, version: str) -> dict[str, Any]:
+    """LLM()'s options, as the plan writes them."""
+    plan = plan_commands(recipe, version, paths=Paths(heads="/heads", draft="/draft"))
+    options: dict[str, Any] = yaml.safe_load(plan.files["llm_api.yaml"])
+    return options
+
+
 def rendered(recipe: Recipe, version: str, **changes: Any) -> dict[str, str]:
     options = None
     if isinstance(recipe.backend, PytorchBackend):
-        options, _ = llm_options(recipe, load_facts(version), Paths(heads="/heads", draft="/draft"))
+        options = options_of(recipe, version)
     paths = {"engine_dir": "/engine", "tokenizer_dir": "/tokenizer", "draft_engine_dir": "/draft"}
     return render_repository(recipe, version, **{**paths, "llm_options": options, **changes})  # type: ignore[arg-type]
 

@@ -91,6 +91,12 @@ def serve(
     from trtspec.serve.preflight import Addresses, resolve_host
 
     artifact = open_artifact(engine_dir)
+    if artifact.recipe.backend.kind != "embedded":
+        options = {
+            "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port
+        }  # fmt: skip
+        _serve_in_container(artifact, options, dry_run=dry_run, as_json=as_json)
+        return
     serving = artifact.recipe.serving
     drafting = describe_acceptance(artifact.recipe)
     if artifact.recipe.speculation.kind != "none":
@@ -326,6 +332,46 @@ def _print_ready(plan: Plan, finished: Finished, drafting: str) -> None:
     ):
         click.echo(line)
     sys.stdout.flush()
+
+
+def _serve_in_container(
+    artifact: Artifact, options: dict[str, str | int | None], *, dry_run: bool, as_json: bool
+) -> None:
+    """What serves a GPU backend's engine: its rendered repository and script, in NVIDIA's container."""
+    from trtspec.artifact import TRTLLM_DIR
+    from trtspec.gpu_plan import ENGINE_MOUNT, read_rendered
+    from trtspec.trtllm.launch import LAUNCH_FILE, curl_example, docker_command
+
+    if given := [option for option, value in options.items() if value is not None]:
+        raise InputError(
+            f"{', '.join(given)}: the files of this engine were rendered with the recipe's addresses; change "
+            "serving in the recipe and build it again"
+        )
+    rendered = read_rendered(artifact)
+    root = artifact.folder / TRTLLM_DIR
+    if rendered is None or not (root / LAUNCH_FILE).is_file():
+        raise InputError(
+            f"{shown_path(artifact.folder)}: this engine has no Triton repository; run trtspec build again, "
+            "which renders one or says why Triton cannot serve the recipe"
+        )
+    script = f"{ENGINE_MOUNT}/{TRTLLM_DIR}/{LAUNCH_FILE}"
+    command = docker_command(str(artifact.folder.resolve()), script, ENGINE_MOUNT)
+    if not dry_run:
+        raise MissingError(
+            f"backend.kind: {artifact.recipe.backend.kind}: served by Triton in NVIDIA's container, not by "
+            f"trtspec; --dry-run prints its files; the command is: {command}"
+        )
+    prefix = f"{TRTLLM_DIR}/"
+    names = sorted(name for name in artifact.manifest.files if name.startswith(f"{prefix}triton/"))
+    files = {name: (artifact.folder / name).read_text() for name in [*names, f"{prefix}{LAUNCH_FILE}"]}
+    ask = curl_example(artifact.recipe)
+    if as_json:
+        fields = {"files": files, "command": command, "ask": ask, "tensorrt_llm": rendered.version}
+        print_json("serve", {**fields, "label": rendered.label})
+        return
+    for name, content in files.items():
+        click.echo(f"==> {name}\n{content}")
+    click.echo(f"==> {rendered.label}\n{command}\n\n==> ask it\n{ask}")
 
 
 def _print_plan(artifact: Artifact, addresses: Addresses, *, as_json: bool) -> None:

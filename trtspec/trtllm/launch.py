@@ -183,7 +183,7 @@ from __future__ import annotations
 import json, sys
 
 {inspect.getsource(engine_problems)}
-sys.exit("; ".join(engine_problems(json.load(open(sys.argv[1])), json.loads(sys.argv[2]))))
+sys.exit("; ".join(engine_problems(json.load(open(sys.argv[1])), json.loads(sys.argv[2]))) or 0)
 CHECK
 """
 

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# llama-3.1-70b-fp8-draft-model-tensorrt: Triton with TensorRT-LLM 1.2.1.
+# Rendered and checked against the tables of TensorRT-LLM 1.2.1; not run where it was rendered.
+# Run it in NVIDIA's tritonserver:YY.MM-trtllm-python-py3 image whose TensorRT-LLM is 1.2.1.
+# Ask it: curl -s -H 'Content-Type: application/json' http://127.0.0.1:8000/v2/models/tensorrt_llm_bls/generate -d '{"text_input": "Hello", "max_tokens": 16, "num_draft_tokens": 4, "use_draft_logits": false, "stream": false}'
+set -euo pipefail
+MODEL_REPO="${MODEL_REPO:-$(mktemp -d)}"
+TEMPLATES="${TEMPLATES:-/app/all_models/inflight_batcher_llm}"
+
+fail() { echo "$0: $*" >&2; exit 3; }
+
+if [ -n "${TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS:-}" ]; then
+  fail "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS is set: drafts would be accepted unseen; unset it"
+fi
+
+expected="${TENSORRT_LLM_VERSION:-1.2.1}"
+found="$(python3 -c 'import importlib.metadata as m; print(m.version("tensorrt_llm").split("+")[0])' 2>/dev/null || true)"
+if [ "$found" != "$expected" ]; then
+  fail "this was rendered for TensorRT-LLM $expected, here is ${found:-none}; render it for that version, or set" \
+    "TENSORRT_LLM_VERSION=${found:-...} to go on all the same"
+fi
+
+[ -d "$TEMPLATES" ] || fail "no $TEMPLATES; set TEMPLATES to NVIDIA's /app/all_models/inflight_batcher_llm folder"
+cp -r "$(dirname "${BASH_SOURCE[0]}")/triton/." "$MODEL_REPO"
+mkdir -p "$MODEL_REPO"/ensemble/1
+mkdir -p "$MODEL_REPO"/tensorrt_llm/1
+mkdir -p "$MODEL_REPO"/tensorrt_llm_draft/1
+cp -r "$TEMPLATES"/preprocessing/1 "$MODEL_REPO"/preprocessing/
+cp -r "$TEMPLATES"/postprocessing/1 "$MODEL_REPO"/postprocessing/
+cp -r "$TEMPLATES"/tensorrt_llm_bls/1 "$MODEL_REPO"/tensorrt_llm_bls/
+
+# Tensors that NVIDIA's files of this version declare and these here do not.
+names() {
+  grep -v '^ *#' "$1" | grep -oE '\bname: *"[^"]+"' | sed -E 's/.*"(.*)"/\1/' | sort -u
+}
+for pair in preprocessing:preprocessing postprocessing:postprocessing tensorrt_llm_bls:tensorrt_llm_bls ensemble:ensemble tensorrt_llm:tensorrt_llm; do
+  theirs="$TEMPLATES/${pair%%:*}/config.pbtxt" ours="$MODEL_REPO/${pair##*:}/config.pbtxt"
+  missing="$(comm -23 <(names "$theirs") <(names "$ours") | grep -vxF "${pair%%:*}" || true)"
+  [ -z "$missing" ] || echo "$0: warning: $ours does not declare" $missing "; $theirs does" >&2
+done
+
+python3 - "${WORK_DIR}/engine/config.json" '{"max_batch_size": 8, "max_draft_len": 4, "max_seq_len": 6144, "speculative_decoding_mode": 2, "use_paged_context_fmha": true, "world_size": 4}' <<'CHECK' || fail "the engine does not fit"
+from __future__ import annotations
+import json, sys
+
+def engine_problems(config: Mapping[str, Any], wants: Mapping[str, Any]) -> list[str]:
+    """What an engine's config.json says against what is wanted. Also runs where trtspec is not installed."""
+    build = config.get("build_config", {})
+    plugins = build.get("plugin_config", {})
+    found = {
+        "world_size": config.get("pretrained_config", {}).get("mapping", {}).get("world_size"),
+        "max_batch_size": build.get("max_batch_size"),
+        "max_seq_len": build.get("max_seq_len"),
+        "max_draft_len": build.get("max_draft_len"),
+        "speculative_decoding_mode": build.get("speculative_decoding_mode"),
+        "use_paged_context_fmha": plugins.get("use_paged_context_fmha"),
+    }
+    problems = []
+    for key, need in wants.items():
+        value = found[key]
+        if key.startswith("max_"):
+            if not isinstance(value, int) or value < need:
+                problems.append(f"{key}: found {value}, at least {need} is needed; build it again")
+        elif value != need and (key != "speculative_decoding_mode" or isinstance(value, int)):
+            problems.append(f"{key}: found {value}, {need} is needed; build it again")
+    return problems
+
+sys.exit("; ".join(engine_problems(json.load(open(sys.argv[1])), json.loads(sys.argv[2]))) or 0)
+CHECK
+
+python3 - "/draft/config.json" '{"max_batch_size": 8, "max_seq_len": 6144, "world_size": 4}' <<'CHECK' || fail "the draft engine does not fit"
+from __future__ import annotations
+import json, sys
+
+def engine_problems(config: Mapping[str, Any], wants: Mapping[str, Any]) -> list[str]:
+    """What an engine's config.json says against what is wanted. Also runs where trtspec is not installed."""
+    build = config.get("build_config", {})
+    plugins = build.get("plugin_config", {})
+    found = {
+        "world_size": config.get("pretrained_config", {}).get("mapping", {}).get("world_size"),
+        "max_batch_size": build.get("max_batch_size"),
+        "max_seq_len": build.get("max_seq_len"),
+        "max_draft_len": build.get("max_draft_len"),
+        "speculative_decoding_mode": build.get("speculative_decoding_mode"),
+        "use_paged_context_fmha": plugins.get("use_paged_context_fmha"),
+    }
+    problems = []
+    for key, need in wants.items():
+        value = found[key]
+        if key.startswith("max_"):
+            if not isinstance(value, int) or value < need:
+                problems.append(f"{key}: found {value}, at least {need} is needed; build it again")
+        elif value != need and (key != "speculative_decoding_mode" or isinstance(value, int)):
+            problems.append(f"{key}: found {value}, {need} is needed; build it again")
+    return problems
+
+sys.exit("; ".join(engine_problems(json.load(open(sys.argv[1])), json.loads(sys.argv[2]))) or 0)
+CHECK
+
+server() {
+  command=("${TRITONSERVER:-/opt/tritonserver/bin/tritonserver}" --model-repository="$MODEL_REPO"
+    --http-address=127.0.0.1 --grpc-address=127.0.0.1 --metrics-address=127.0.0.1
+    --http-port=8000 --grpc-port=8001 --metrics-port=8002
+    --disable-auto-complete-config "--backend-config=python,shm-region-prefix-name=trtspec_$1_")
+  if [ "$1" != 0 ]; then
+    command+=(--model-control-mode=explicit --load-model=tensorrt_llm)
+  fi
+}
+
+# Orchestrator mode: the server starts a worker for each rank of each engine.
+export TRTLLM_ORCHESTRATOR=1 TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES=1
+pools=(--pinned-memory-pool-byte-size=0 --enable-peer-access=false)
+for ((gpu = 0; gpu < $(nvidia-smi --list-gpus | wc -l); gpu++)); do
+  pools+=("--cuda-memory-pool-byte-size=$gpu:0")
+done
+server 0
+exec mpirun --allow-run-as-root -n 1 "${command[@]}" "${pools[@]}"
