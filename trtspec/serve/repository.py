@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from trtspec.errors import MissingError
 from trtspec.serve.protocol import INPUTS, OUTPUTS, TensorSpec
+from trtspec.triton_config import ModelConfig, TensorConfig, to_pbtxt
 
 ENGINE_DIR = "engine_dir"
 """The parameter in config.pbtxt that tells the model where its engine is."""
@@ -33,8 +32,7 @@ def render(
 
     ``engine_name``, ``recipe_digest`` and ``acceptance`` are for clients, which can read them with the
     configuration.
-    Deterministic. Raises MissingError without tritonclient, whose protobuf schema writes the
-    configuration and reads it back (a name or type that Triton would refuse fails here).
+    Deterministic.
     """
     parameters = {
         ENGINE_DIR: str(engine_dir),
@@ -54,32 +52,18 @@ def model_config(model_name: str, parameters: Mapping[str, str]) -> str:
     One instance that answers any number of times (decoupled) and batches by itself, in flight:
     ``max_batch_size`` 0 keeps Triton from batching.
     """
-    try:
-        from google.protobuf import text_format  # type: ignore[import-untyped]
-        from tritonclient.grpc import model_config_pb2
-    except ImportError:
-        raise MissingError("package tritonclient[grpc] is missing; pip install 'trtspec[triton]'") from None
-    config = model_config_pb2.ModelConfig(
+    config = ModelConfig(
         name=model_name,
         backend="python",
         max_batch_size=0,
-        input=[_tensor(model_config_pb2, spec, with_optional=True) for spec in INPUTS],
-        output=[_tensor(model_config_pb2, spec, with_optional=False) for spec in OUTPUTS],
-        instance_group=[{"count": 1, "kind": model_config_pb2.ModelInstanceGroup.KIND_CPU}],
-        model_transaction_policy={"decoupled": True},
-        parameters={key: {"string_value": value} for key, value in sorted(parameters.items())},
+        inputs=tuple(_tensor(spec, optional=spec.optional) for spec in INPUTS),
+        outputs=tuple(_tensor(spec, optional=False) for spec in OUTPUTS),
+        instances=1,
+        decoupled=True,
+        parameters=dict(sorted(parameters.items())),
     )
-    text: str = text_format.MessageToString(config)
-    assert text_format.Parse(text, model_config_pb2.ModelConfig()) == config
-    return text
+    return to_pbtxt(config)
 
 
-def _tensor(model_config_pb2: Any, spec: TensorSpec, *, with_optional: bool) -> dict[str, Any]:
-    tensor: dict[str, Any] = {
-        "name": spec.name,
-        "data_type": model_config_pb2.DataType.Value(f"TYPE_{spec.data_type}"),
-        "dims": [spec.dims],
-    }
-    if with_optional and spec.optional:
-        tensor["optional"] = True
-    return tensor
+def _tensor(spec: TensorSpec, *, optional: bool) -> TensorConfig:
+    return TensorConfig(spec.name, f"TYPE_{spec.data_type}", (spec.dims,), optional)
