@@ -229,7 +229,7 @@ def test_broken_weights_are_refused_before_anything_is_written(recipe: Path):
 
 def test_a_gpu_backend_is_an_honest_no():
     recipe = parse_recipe("version: 1\nname: x\nmodel: {source: m}\nbackend: {kind: tensorrt}\n")
-    with pytest.raises(MissingError, match="does not build or run TensorRT-LLM engines yet"):
+    with pytest.raises(MissingError, match="an engine is made by trtllm-build"):
         plan.refuse_unsupported(recipe)
 
 

@@ -1,0 +1,183 @@
+"""``build`` of recipes for a GPU on a machine without one: a script, a labelled engine, or a clear no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import make_tiny_model
+
+from trtspec import artifact
+from trtspec.backends import open_engine
+from trtspec.build import build
+from trtspec.cli import main
+from trtspec.errors import InputError, MissingError
+from trtspec.gpu_plan import ENGINE_MOUNT, engine_plan, read_rendered, render_script_plan
+
+RECIPE = """\
+version: 1
+name: tiny
+model: {source: model}
+backend: {kind: pytorch}
+speculation: {kind: ngram}
+limits: {max_batch_size: 4, max_input_tokens: 128, max_seq_tokens: 256, max_num_tokens: 64}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu build")
+    make_tiny_model(folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "engine.yaml").write_text(RECIPE.replace("pytorch", "tensorrt"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Path:
+    return build(folder / "recipe.yaml", folder / "engines").folder
+
+
+def run(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+# --------------------------------------------------------------------------- a built pytorch engine
+
+
+def test_the_engine_holds_what_the_container_needs(engine: Path) -> None:
+    opened = artifact.open_artifact(engine, check_hashes=True)
+    rendered = read_rendered(opened)
+    assert rendered is not None
+    assert rendered.version == "1.2.1"
+    assert "not run here" in rendered.label
+    options = yaml.safe_load((engine / "trtllm" / "llm_api.yaml").read_text())
+    assert options["speculative_config"]["decoding_type"] == "NGram"
+    model = yaml.safe_load(next(engine.glob("trtllm/triton/*/1/model.yaml")).read_text())
+    for path in (rendered.serve[2], rendered.serve[-1], model["model"], model["tokenizer"]):
+        assert path.startswith(f"{ENGINE_MOUNT}/")
+        assert (engine / path.removeprefix(f"{ENGINE_MOUNT}/")).exists(), "inside the mounted engine"
+
+
+def test_built_again_it_is_up_to_date_and_another_version_renders_anew(folder: Path, engine: Path) -> None:
+    assert build(folder / "recipe.yaml", folder / "engines").up_to_date
+    newer = build(folder / "recipe.yaml", folder / "engines", version="1.4.0rc4")
+    assert not newer.up_to_date
+    assert [step.name for step in newer.manifest.steps] == ["import", "render", "check"]
+    rendered = read_rendered(artifact.open_artifact(engine))
+    assert rendered is not None
+    assert rendered.version == "1.4.0rc4"
+    assert not build(folder / "recipe.yaml", folder / "engines").up_to_date
+
+
+def test_inspect_and_list_say_that_it_was_not_run(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", engine, "--check") == 0
+    shown = capsys.readouterr().out
+    assert "rendered and checked against the tables of TensorRT-LLM 1.2.1; not run here" in shown
+    assert "trtllm-serve serve /engine/baseline --backend pytorch" in shown
+    assert run("inspect", engine, "--json") == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["rendered"]["version"] == "1.2.1"
+    assert run("list", "--engines-dir", engine.parent) == 0
+    assert "ngram, not run here" in capsys.readouterr().out
+
+
+def test_changed_or_added_files_are_noticed(folder: Path, tmp_path: Path) -> None:
+    built = build(folder / "recipe.yaml", tmp_path).folder
+    (built / "trtllm" / "extra.yaml").write_text("x: 1\n")
+    with pytest.raises(InputError, match="added after the engine was sealed"):
+        artifact.open_artifact(built)
+
+
+@pytest.mark.parametrize("verb", ["serve", "verify"])
+def test_serve_and_verify_say_in_one_line_what_lacks(
+    verb: str, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(verb, engine) == 3
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "backend.kind: pytorch" in errors[0]
+    assert "container" in errors[0]
+
+
+def test_opening_it_names_what_lacks(engine: Path) -> None:
+    with pytest.raises(MissingError, match="needs TensorRT-LLM and an NVIDIA GPU"):
+        open_engine(artifact.open_artifact(engine))
+
+
+# --------------------------------------------------------------------------- dry runs
+
+
+@pytest.mark.parametrize(("file", "version"), [("recipe.yaml", "1.2.1"), ("engine.yaml", "1.2.1")])
+def test_a_dry_run_prints_a_script(
+    file: str, version: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("build", folder / file, "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/usr/bin/env bash\n")
+    assert f"TensorRT-LLM {version}; not run here." in script
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_a_dry_run_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", folder / "engine.yaml", "--dry-run", "--tensorrt-llm", "1.0.0", "--json") == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert (fields["tensorrt_llm"], fields["backend"], fields["dry_run"]) == ("1.0.0", "tensorrt", True)
+    assert fields["container"] == "tensorrt-llm/release:1.0.0"
+    programs = [command["program"] for command in fields["commands"]]
+    assert programs == ["llama/convert_checkpoint.py", "trtllm-build"], "the tiny model is a Llama"
+    assert "not run here" in fields["label"]
+    assert fields["script"].startswith("#!")
+
+
+def test_a_dry_run_needs_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE.replace("source: model", "source: org/absent"))
+    assert render_script_plan(path).version == "1.2.1"
+
+
+def test_refusals_have_file_line_and_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "bad.yaml"
+    path.write_text(RECIPE + "quantization: {kind: w4a8_awq, group_size: 64}\n")
+    assert run("build", path, "--dry-run") == 2
+    assert "bad.yaml:7: quantization.group_size: found 64" in capsys.readouterr().err
+    assert run("build", folder / "recipe.yaml", "--dry-run", "--tensorrt-llm", "1.2.0") == 2
+    assert "the nearest is 1.2.1" in capsys.readouterr().err
+    assert run("build", folder / "recipe.yaml", "--tensorrt-llm", "0.21.0") == 2
+    assert "backend.version: TensorRT-LLM 0.21.0 is outside >=1.0,<1.5" in capsys.readouterr().err
+
+
+def test_the_embedded_backend_has_no_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "embedded.yaml"
+    path.write_text(RECIPE.replace("pytorch", "embedded"))
+    assert run("build", path, "--tensorrt-llm", "1.2.1") == 2
+    assert "--tensorrt-llm: goes with the backends tensorrt and pytorch" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- what is not built here
+
+
+def test_an_engine_is_not_built_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("build", folder / "engine.yaml", "-o", folder / "none") == 3
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "trtllm-build" in message
+    assert "--dry-run prints the script" in message
+    assert not (folder / "none").exists()
+
+
+def test_nvfp4_is_not_exported_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "nvfp4.yaml"
+    path.write_text(RECIPE + "quantization: {kind: nvfp4}\n")
+    assert run("build", path) == 3
+    assert "nvfp4 is exported by ModelOpt on a CUDA GPU only" in capsys.readouterr().err
+
+
+def test_paths_of_an_engine_lie_below_its_mount(folder: Path) -> None:
+    plan = engine_plan(folder / "recipe.yaml")
+    assert plan.model == f"{ENGINE_MOUNT}/baseline"
+    assert not any("${" in text for name, text in plan.files.items() if name.endswith(".yaml"))
