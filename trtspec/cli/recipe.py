@@ -217,6 +217,12 @@ def _name_for(model: str, quantization: str, speculation: str) -> str:
     shell_complete=completing(gpu.name for gpu in all_gpus()),
     help="For GPU backends: check what this GPU can run.",
 )
+@click.option(
+    "--export",
+    type=UserPath(),
+    metavar="FOLDER",
+    help="For GPU backends: a quantized checkpoint made elsewhere, checked against the recipe.",
+)
 @json_option
 @click.pass_context
 def lint(
@@ -225,6 +231,7 @@ def lint(
     explain: str | None,
     version: str | None,
     gpu: str | None,
+    export: Path | None,
     as_json: bool,
 ) -> None:
     """Check recipes; report every problem with line and key.
@@ -239,9 +246,12 @@ def lint(
         return
     if not files:
         raise click.UsageError("no file given; for example: trtspec lint recipes/*.yaml")
+    if export is not None and len(files) != 1:
+        raise click.UsageError("--export goes with one recipe")
     board = None if gpu is None else find_gpu(gpu)
     results = [
-        with_gpu_rules(lint_file(file, model=True), file, version=version, gpu=board) for file in files
+        with_gpu_rules(lint_file(file, model=True), file, version=version, gpu=board, export=export)
+        for file in files
     ]
     if as_json:
         print_json("lint", {"files": [_lint_fields(result) for result in results]})

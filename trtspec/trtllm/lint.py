@@ -12,6 +12,7 @@ from trtspec.recipe import DraftModelSpeculation, Model, PytorchBackend, Recipe,
 from trtspec.recipe_file import Lint
 from trtspec.recipe_yaml import dotted, read_bytes, read_document
 from trtspec.trtllm.checkpoint import Checkpoint, known_checkpoint, read_checkpoint
+from trtspec.trtllm.export import check_export
 from trtspec.trtllm.facts import load_facts, versions_for
 from trtspec.trtllm.rules import Finding, check
 from trtspec.versions import parse_range
@@ -39,16 +40,26 @@ def _checkpoint(model: Model, base: Path) -> Checkpoint | None:
 
 
 def with_gpu_rules(
-    result: Lint, path: str | Path, *, version: str | None = None, gpu: Gpu | None = None
+    result: Lint,
+    path: str | Path,
+    *,
+    version: str | None = None,
+    gpu: Gpu | None = None,
+    export: Path | None = None,
 ) -> Lint:
     """``result`` with what TensorRT-LLM's rules say of the recipe in the file ``path``.
 
     Checked for ``version``, else for every known version in the recipe's range; a finding that does not hold
     for all of them names those it holds for. Recipes of the embedded backend, and those with errors, come
-    back as they are. Raises InputError for a version without a table.
+    back as they are. ``export``: a quantized checkpoint made elsewhere, to be held against recipe and source.
+    Raises InputError for a version without a table and for an export whose JSON files cannot be read.
     """
     recipe = result.recipe
-    if recipe is None or not isinstance(recipe.backend, TensorrtBackend | PytorchBackend):
+    if recipe is None:
+        return result
+    if not isinstance(recipe.backend, TensorrtBackend | PytorchBackend):
+        if export is not None:
+            raise InputError(f"an export is held against recipes for TensorRT-LLM; {result.file} is embedded")
         return result
     lines = read_document(_content(path), result.file)
 
@@ -75,6 +86,17 @@ def with_gpu_rules(
     for finding, where in _joined(found):
         holds = "" if where == versions else f"; TensorRT-LLM {', '.join(where)}"
         told[finding.severity].append(problem(finding.path, f"{finding.message} [{finding.rule}{holds}]"))
+    if export is not None:
+        source = find_model(recipe.model.source, Path(path).resolve().parent, recipe.model.revision)
+        for shown in check_export(
+            export,
+            source=source,
+            kind=recipe.backend.kind,
+            version=versions[-1],
+            asked=recipe.quantization,
+        ):
+            tagged = replace(shown.problem, message=f"{shown.problem.message} [{shown.rule}]")
+            told[shown.severity].append(tagged)
     told["note"].append(
         problem(
             ("backend", "version"),
