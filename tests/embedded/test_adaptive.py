@@ -131,15 +131,27 @@ def test_the_break_even_batch_is_where_the_roof_is() -> None:
     assert on == [True, True, True, False, False]
 
 
-def test_costs_are_medians_that_never_fall() -> None:
+def test_costs_never_fall_and_do_not_follow_outliers() -> None:
     cost = StepCost()
     assert (cost.fewest, cost.most) == (float("inf"), 0.0)
     with pytest.raises(ValueError, match="no step"):
         cost.at(1)
-    for rows, seconds in [(1, 1.0), (1, 1.0), (1, 90.0), (4, 0.5), (8, 3.0)]:
+    for rows, seconds in [(1, 1.0), (1, 1.0), (1, 90.0), (4, 0.6), (8, 2.9)]:
         cost.observe(rows, seconds)
-    assert [cost.at(rows) for rows in (1, 4, 6, 8, 10)] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    # 1.0 three times and 0.6 once are 0.9 each.
+    assert [cost.at(rows) for rows in (1, 4, 6, 8, 10)] == pytest.approx([0.9, 0.9, 1.9, 2.9, 3.9])
     assert (cost.fewest, cost.most) == (1, 8)
+
+
+def test_a_noisy_neighbour_does_not_bend_the_curve() -> None:
+    """A few steps three times as long as they should be, at some numbers of rows."""
+    chance = random.Random(3)
+    cost = StepCost()
+    for _ in range(200):
+        rows = chance.choice([1, 2, 3, 5, 9, 17, 33])
+        cost.observe(rows, roofline(rows) * (3.0 if chance.random() < 0.3 else 1.0 + 0.1 * chance.random()))
+    for rows in (1, 2, 3, 5, 9, 17, 33):
+        assert cost.at(rows) == pytest.approx(roofline(rows), rel=0.15)
 
 
 # ---------------------------------------------------------------- what is known of acceptance

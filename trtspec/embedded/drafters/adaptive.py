@@ -45,6 +45,8 @@ _FEW_NODES = 4
 _WINDOW_ROUNDS = 8
 """A window bears fruit in later rounds only, so it is tried for several."""
 _PLAIN_TRIES = 3
+_MARGIN = 0.02
+"""Drafts must promise so much more than none: the best of many estimates is an optimistic one."""
 _DECAY = 0.98
 _PRIOR_WEIGHT = 3.0
 _OPTIMISTIC_RATE = 0.7
@@ -224,7 +226,11 @@ class AdaptiveDrafter:
         ]
         # Beyond what was measured the cost is a guess: no further than twice as far at a time.
         most = max(int(2 * cost.most), (1 + _FEW_NODES) * count) - rows
-        best = best_nodes(free, rows, lambda rows: cost.at(rows) + spent, tokens, max(most, 0))
+
+        def seconds(of: int) -> float:
+            return (cost.at(of) + spent) * (1.0 if of == rows else 1.0 + _MARGIN)
+
+        best = best_nodes(free, rows, seconds, tokens, max(most, 0))
         kept = [
             _closed(draft, {*nodes, *more}) for draft, nodes, more in zip(drafts, windows, best, strict=True)
         ]

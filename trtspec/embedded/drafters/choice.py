@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
-_SAMPLES = 9
+_SAMPLES = 12
 
 
 class StepCost:
-    """Seconds of a step by its rows: medians of the latest steps of about as many rows, never falling."""
+    """Seconds of a step by its rows, from the latest steps of about as many rows; never falling."""
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
@@ -44,12 +44,24 @@ class StepCost:
         return low[1] + (rows - low[0]) * (high[1] - low[1]) / (high[0] - low[0])
 
     def _curve(self) -> list[tuple[float, float]]:
+        """(rows, seconds), rising: neighbours that fall are given their mean (isotonic regression)."""
         if self._points is None:
-            self._points = []
+            blocks: list[tuple[float, int, list[float]]] = []
             for _, seen in sorted(self._seen.items()):
-                rows, seconds = median(r for r, _ in seen), median(s for _, s in seen)
-                self._points.append((rows, max([seconds, *(s for _, s in self._points[-1:])])))
+                seconds, weight = _lower_quartile([s for _, s in seen]), len(seen)
+                rows = [float(median(r for r, _ in seen))]
+                while blocks and blocks[-1][0] >= seconds:
+                    before, times, earlier = blocks.pop()
+                    seconds = (before * times + seconds * weight) / (times + weight)
+                    weight, rows = weight + times, earlier + rows
+                blocks.append((seconds, weight, rows))
+            self._points = [(row, seconds) for seconds, _, rows in blocks for row in rows]
         return self._points
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """A neighbour on the machine only ever makes a step longer, so the short ones tell more."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _bucket(rows: int) -> int:
