@@ -83,23 +83,31 @@ def engines_of(artifact: Artifact, limits: Mapping[str, int] | None = None) -> l
 
 def others_of(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
     """Other tools on the same model; those that are not installed are there and say so."""
-    return [*_transformers(artifact), *_vllm(artifact, batches), *_openvino(artifact, batches)]
+    return [*_transformers(artifact, batches), *_vllm(artifact, batches), *_openvino(artifact, batches)]
 
 
 def _dtype(recipe: Recipe) -> str:
     return getattr(recipe.backend, "dtype", "bfloat16")
 
 
-def _transformers(artifact: Artifact) -> list[Peer]:
+def _transformers(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
+    limits = artifact.recipe.limits
     dtype = _dtype(artifact.recipe)
     base = str(artifact.baseline_dir)
     assistant, said = _assistant(artifact)
 
     def peer(name: str, mode: str, **more: Any) -> Peer:
-        options = {"folder": base, "mode": mode, "dtype": dtype, "num_draft_tokens": DRAFTED}
-        return Peer(
-            f"transformers {name}", "transformers", {**options, "assistant": assistant}, dtype, **more
-        )
+        options = {
+            "folder": base,
+            "assistant": assistant,
+            "mode": mode,
+            "dtype": dtype,
+            "num_draft_tokens": DRAFTED,
+            "max_batch": max(batches),
+            "max_tokens": limits.max_seq_tokens,
+            "max_num_tokens": limits.max_num_tokens,
+        }
+        return Peer(f"transformers {name}", "transformers", options, dtype, **more)
 
     # Its candidate generators take one prompt at a time.
     drafting: dict[str, Any] = {"batches": (1,), "goals": {1: 1.0}, "speculates": True}

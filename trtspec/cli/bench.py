@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtspec import __version__
+from trtspec.cli.drafters import drafters
 from trtspec.cli.output import UserPath, human_seconds, json_option, print_json
 from trtspec.errors import MissingError
 
@@ -29,6 +30,9 @@ SCHEMA = "trtspec.bench-engine/2"
 @click.group()
 def bench() -> None:
     """Measure speed side by side with peers, in one run."""
+
+
+bench.add_command(drafters)
 
 
 # --------------------------------------------------------------------------- engine
@@ -208,7 +212,13 @@ def _view(rows: Sequence[BenchRow], machine: Mapping[str, Any]) -> View:
         cells = (own, row.peer, row.workload, row.batch, row.precision)
         table.append((*cells, *ratios, _goal(row), *speeds, *more, row.note))
     threads = sorted({row.threads for row in rows if row.threads is not None})
-    versions = sorted({f"{row.peer.split()[0]} {row.peer_version}" for row in rows if row.peer_version})
+    versions = sorted(
+        {
+            f"{row.peer.split()[0].replace('same', 'trtspec')} {row.peer_version}"
+            for row in rows
+            if row.peer_version
+        }
+    )
     return View(
         "Tokens per second beside peers",
         (*_COLUMNS, *_MORE),
