@@ -108,8 +108,8 @@ def transformers(options: dict[str, Any]) -> Loaded:
         from transformers import ContinuousBatchingConfig
 
         model.set_attn_implementation("paged|sdpa")
-        # By itself it takes most of the machine's free memory for KV, and keeps prefixes. (The length of blocks
-        # makes no difference to its speed here.)
+        # By itself it takes most of the machine's free memory for KV, and keeps prefixes. (The length of
+        # blocks makes no difference to its speed here.)
         block, most = 16, options["max_batch"]
         batching = ContinuousBatchingConfig(
             block_size=block,
