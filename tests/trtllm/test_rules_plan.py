@@ -1,4 +1,5 @@
-"""What lint lets pass can be rendered: no recipe without an error finding is refused by ``plan_commands``."""
+"""What lint lets pass can be rendered: commands and options where it finds no error, and a Triton repository
+where it finds nothing against serving either."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from trtspec.errors import InputError
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import lint_content
 from trtspec.recipe_yaml import dump_plain
-from trtspec.trtllm.facts import VERSIONS
+from trtspec.trtllm.command import Paths
+from trtspec.trtllm.facts import VERSIONS, load_facts
+from trtspec.trtllm.llm_api import llm_options
 from trtspec.trtllm.plan import plan_commands
 from trtspec.trtllm.rules import check
+from trtspec.trtllm.triton import render_repository
 
 SPECULATION: tuple[dict[str, Any], ...] = (
     {"kind": "none"},
@@ -52,9 +56,14 @@ OTHERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def refused(recipe: Recipe, version: str) -> str | None:
+def refused(recipe: Recipe, version: str, *, served: bool = True) -> str | None:
     try:
         plan_commands(recipe, version)
+        if served:
+            facts = load_facts(version)
+            options = llm_options(recipe, facts, Paths()) if recipe.backend.kind == "pytorch" else None
+            folders = {"engine_dir": "/engine", "tokenizer_dir": "/model", "draft_engine_dir": "/draft"}
+            render_repository(recipe, version, **folders, llm_options=options)
     except InputError as error:
         return str(error)
     return None
@@ -77,9 +86,12 @@ def rendered(version: str, base: dict[str, Any], *, deaf: str = "") -> Iterator[
     for changes in combinations():
         named = merged(base, {**changes, "backend": {"version": f"=={version}"}})
         recipe = lint_content(dump_plain(named)).recipe
-        if recipe is None or any(f.severity == "error" and f.rule != deaf for f in check(recipe, version)):
+        if recipe is None:
             continue
-        why = refused(recipe, version)
+        found = [f for f in check(recipe, version) if f.rule != deaf]
+        if any(f.severity == "error" for f in found):
+            continue
+        why = refused(recipe, version, served=not any(f.rule == "trtllm-serve" for f in found))
         yield None if why is None else f"{changes}: {why}"
 
 
@@ -101,6 +113,7 @@ def test_what_lint_lets_pass_is_rendered(version: str, base: dict[str, Any]) -> 
     ("rule", "version", "base"),
     [
         ("trtllm-eagle-target", "1.2.1", TRT),
+        ("trtllm-serve", "1.2.1", TRT),
         ("trtllm-heads-format", "1.2.1", TRT),
         ("trtllm-quant-format", "0.17.0", TRT),
         ("trtllm-engine-exclude", "1.0.0", TRT),
@@ -117,4 +130,4 @@ def test_repaired_recipes_are_rendered() -> None:
     for bad in BAD_RECIPES:
         good = bad.repaired()
         if not any(f.severity == "error" for f in check(good.recipe(), good.version)):
-            assert refused(good.recipe(), good.version) is None, bad
+            assert refused(good.recipe(), good.version, served=False) is None, bad

@@ -133,7 +133,7 @@ _TABLE = (
     Rule("trtllm-default-tree", "note", "#2506", draft_.default_tree),
     Rule("trtllm-heads-format", "error", "#2115; tables of each version", draft_.heads_format),
     Rule("trtllm-eagle-target", "error", "EAGLE documentation; tables of each version", draft_.eagle_target),
-    Rule("trtllm-eagle2", "warning", "Triton's guide to drafting; EAGLE documentation", draft_.eagle2),
+    Rule("trtllm-serve", "warning", "Triton's guide to drafting, C++ backend, source; TB #309", draft_.serve),
     Rule("trtllm-converted-length", "note", "builder of 0.17, source", draft_.converted_length),
     Rule("trtllm-grown-sequence", "note", _BUILDER, draft_.grown_sequence),
     Rule("trtllm-eagle3-tree", "error", "tables of each version", draft_.eagle3_tree),

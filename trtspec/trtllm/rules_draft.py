@@ -13,6 +13,8 @@ from trtspec.recipe import (
 )
 from trtspec.recipe_facts import drafted_positions
 from trtspec.trtllm.case import Case, Told
+from trtspec.trtllm.launch import placement_problems
+from trtspec.trtllm.triton_cpp import cpp_problems
 
 _DRAFTER = ("speculation", "kind")
 _TYPICAL_DELTA = TypicalAcceptance(kind="typical").delta
@@ -64,8 +66,8 @@ def draft_memory(case: Case) -> Told:
     if case.method == "draft_model":
         yield (
             _DRAFTER,
-            "the draft model's weights and KV cache come on top of the target's; the first to load takes its "
-            "fraction of all free memory",
+            "the draft model's weights and KV cache come on top of the target's; each takes its part of the "
+            "memory that is free when it loads",
         )
 
 
@@ -143,14 +145,15 @@ def eagle_target(case: Case) -> Told:
         )
 
 
-def eagle2(case: Case) -> Told:
-    """Triton's guide says that EAGLE-2 is not served; the flags for a dynamic tree exist in run.py."""
-    s = case.recipe.speculation
-    if case.engine and isinstance(s, EagleSpeculation) and s.choices is None:
+def serve(case: Case) -> Told:
+    """Some engines can be built and not served: Triton's C++ backend has no parameter for what they need."""
+    problems = [*placement_problems(case.recipe)]
+    if case.engine and "tensorrt" in case.facts.backends:
+        problems += cpp_problems(case.recipe, case.version)
+    for problem in problems:
         yield (
-            ("speculation", "choices"),
-            "null is EAGLE-2 (a dynamic tree): run.py has flags for it, Triton's C++ backend does not; list "
-            "the paths for EAGLE-1 to serve it",
+            tuple((problem.key or "backend.kind").split(".")),
+            f"trtspec serve refuses it: {problem.message}",
         )
 
 
