@@ -30,14 +30,20 @@ from trtspec.recipe_file import lint as lint_file
 from trtspec.recipe_model import AWQ_KINDS, MODEL_RULES, fitting_group_size, fitting_limits
 from trtspec.recipe_rules import RULES
 from trtspec.recipe_rules import Rule as RecipeRule
-from trtspec.trtllm.export import EXPORT_RULES
+from trtspec.trtllm.export import EXPORT_RULES, ExportRule
 from trtspec.trtllm.facts import VERSIONS
 from trtspec.trtllm.lint import with_gpu_rules
 from trtspec.trtllm.rules import RULES as GPU_RULES
+from trtspec.trtllm.rules import Rule as GpuRule
 from trtspec.user_files import user_path, write_user_file
 
 _SECTIONS = json_schema()["properties"]
-_ALL_RULES = {**RULES, **MODEL_RULES, **GPU_RULES, **EXPORT_RULES}
+_ALL_RULES: dict[str, RecipeRule | GpuRule | ExportRule] = {
+    **RULES,
+    **MODEL_RULES,
+    **GPU_RULES,
+    **EXPORT_RULES,
+}
 
 
 def _kinds(section: str) -> list[str]:

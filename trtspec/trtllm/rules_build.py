@@ -26,7 +26,9 @@ def version(case: Case) -> Told:
             f"{backend.kind} does not exist in TensorRT-LLM {case.version}, which has "
             f"{' and '.join(case.facts.backends)}; choose another version, or migrate the recipe",
         )
-    elif backend.kind != "embedded" and not parse_range(backend.version).admits(case.version):
+    elif isinstance(backend, TensorrtBackend | PytorchBackend) and not parse_range(backend.version).admits(
+        case.version
+    ):
         yield (
             ("backend", "version"),
             f"{backend.version} does not admit {case.version}; widen it, or choose another version",
