@@ -41,7 +41,7 @@ from trtspec.embedded.drafters import DraftView
 from trtspec.embedded.drafters import feature_drafter as feature_drafter_module
 from trtspec.embedded.drafters.eagle import EagleHead
 from trtspec.embedded.drafters.feature_drafter import FeatureDrafter
-from trtspec.embedded.drafters.medusa import MedusaDrafter, head_logits
+from trtspec.embedded.drafters.medusa import MedusaDrafter, head_logits, medusa_logits
 from trtspec.embedded.drafters.trees import DynamicTree, chain_tree, static_tree
 from trtspec.embedded.eagle_heads import EagleWeights, default_hidden_layers, load_eagle
 from trtspec.embedded.engine import EmbeddedEngine
@@ -65,14 +65,53 @@ def test_medusa_heads_compute_what_they_say(tmp_path: Path, layout: str) -> None
     tensors = medusa_tensors()
     x = hidden_states([5, 6, 7, 8])[LAYERS]
     assert not heads.grounded
-    for at, head in enumerate(heads.heads):
+    for at in range(len(heads.heads)):
         inner = (
             x @ tensors[f"medusa_heads.{at}.0.linear.weight"].T + tensors[f"medusa_heads.{at}.0.linear.bias"]
         )
         y = x + inner * torch.sigmoid(inner)
         output = tensors.get(f"medusa_heads.{at}.1.weight")
         wanted = target().lm_head(y) if output is None else y @ output.T
-        torch.testing.assert_close(head_logits(head, x), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            medusa_logits(heads, x, len(heads.heads))[at], wanted, rtol=1e-12, atol=1e-12
+        )
+
+
+def test_heads_that_share_a_projection_run_it_once() -> None:
+    """Two of three heads share; a block of its own behind the common one; the same numbers as one by one."""
+    calls = []
+
+    class Counted:
+        def __init__(self, linear: Any, name: str) -> None:
+            self.linear, self.name = linear, name
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append((self.name, len(x)))
+            return self.linear(x)
+
+    shared, own = Counted(_linear(SMALL, 8, 1), "shared"), Counted(_linear(SMALL, 8, 2), "own")
+    starts = [
+        torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    ]
+    later = ((_linear(8, 8, 6), None),)
+    outputs = (shared, own, shared)
+    alone = [
+        MedusaHead(((DenseLinear(start), None), *later), output)
+        for start, output in zip(starts, outputs, strict=True)
+    ]
+    heads = MedusaHeads(
+        tuple(MedusaHead(later, output) for output in outputs), False, DenseLinear(torch.cat(starts))
+    )
+    x = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for count in (1, 2, 3):
+        calls.clear()
+        found = medusa_logits(heads, x, count)
+        assert (
+            sorted(calls)
+            == {1: [("shared", 5)], 2: [("own", 5), ("shared", 5)], 3: [("own", 5), ("shared", 10)]}[count]
+        )
+        for head, logits in zip(alone, found, strict=False):
+            torch.testing.assert_close(logits, head_logits(head, x), rtol=1e-12, atol=1e-12)
 
 
 def test_medusa_in_the_names_of_the_tensorrt_export(tmp_path: Path) -> None:

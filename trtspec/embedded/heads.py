@@ -65,6 +65,9 @@ class MedusaHeads:
 
     heads: tuple[MedusaHead, ...]
     grounded: bool
+    first: Linear | None = None
+    """The linears of all heads' first blocks side by side, where all see the same input: ``[rows, heads *
+    hidden]`` in one product. The heads' own ``blocks`` are then those behind it."""
 
 
 # --------------------------------------------------------------------------- tensors of a folder
@@ -374,14 +377,20 @@ def load_medusa(folder: Path, target: Decoder) -> MedusaHeads:
         raise InputError(problems)
     assert isinstance(layout, MedusaLayout)
     load = Loader(layout.tensors, target)
+    shapes = layout.tensors.shapes
+    starts = [f"{modules[0]}.linear" for modules in layout.blocks if modules and not layout.grounded]
+    biased = {f"{start}.bias" in shapes for start in starts}
+    residual = any(name.endswith(".res_connection.weight") for name in shapes)
+    together = len(starts) == len(layout.blocks) > 0 and len(biased) == 1 and not residual
     heads = []
     for modules, output in zip(layout.blocks, layout.lm_heads, strict=True):
         blocks = []
-        for module in modules:
-            residual = f"{module}.res_connection"
-            other = load.linear(residual) if f"{residual}.weight" in layout.tensors.shapes else None
+        for module in modules[together:]:
+            residual_name = f"{module}.res_connection"
+            other = load.linear(residual_name) if f"{residual_name}.weight" in shapes else None
             blocks.append((load.linear(f"{module}.linear"), other))
         heads.append(MedusaHead(tuple(blocks), load.lm_head(output) if output else target.lm_head))
+    first = load.linear(*starts) if together else None
     if load.problems:
         raise InputError(load.problems)
-    return MedusaHeads(tuple(heads), layout.grounded)
+    return MedusaHeads(tuple(heads), layout.grounded, first)

@@ -92,16 +92,21 @@ class MedusaDrafter:
         return drafts
 
     def _grow(self, growths: list[Growth], inputs: Tensor) -> None:
-        """Level by level; ``inputs`` are the heads' inputs at the frontiers of all drafts, in order."""
+        """Level by level; ``inputs`` are the heads' inputs at the frontiers of all drafts, in order. Only
+        grounded heads wait for the level before: the others have all said what they say at once."""
         grounded = self._heads.grounded
+        depth = max(growth.shape.depth for growth in growths)
+        said = [] if grounded else medusa_logits(self._heads, inputs, depth)
         rows = list(range(len(growths)))
         """Of each node of the frontiers, its row of ``inputs``."""
-        for head in self._heads.heads:
+        for level, head in enumerate(self._heads.heads):
             if not growths:
                 return
-            logits = head_logits(head, inputs)
+            logits = head_logits(head, inputs) if grounded else said[level]
             most = min(max(growth.num_ranks() for growth in growths), logits.shape[-1])
-            best = torch.topk(logits, most, dim=-1).indices.tolist()
+            top = torch.topk(logits, most, dim=-1)
+            best = top.indices.tolist()
+            log_probs = (top.values - torch.logsumexp(logits, -1, keepdim=True)).tolist()
             again: list[Growth] = []
             next_rows: list[int] = []
             tokens: list[int] = []
@@ -109,8 +114,9 @@ class MedusaDrafter:
             for growth in growths:
                 above = dict(zip(growth.frontier, rows[at : at + len(growth.frontier)], strict=True))
                 at += len(growth.frontier)
-                candidates = [best[row] for row in above.values()]
-                growth.extend(candidates, candidates)
+                growth.extend(
+                    [best[row] for row in above.values()], [log_probs[row] for row in above.values()]
+                )
                 if growth.frontier:
                     again.append(growth)
                     next_rows += [above[growth.parents[node]] for node in growth.frontier]
@@ -129,6 +135,31 @@ class MedusaDrafter:
 
 def head_logits(head: MedusaHead, x: Tensor) -> Tensor:
     """``[rows, vocab]`` of one head on ``x [rows, inputs]``."""
+    return head.lm_head(_behind_blocks(head, x))
+
+
+def medusa_logits(heads: MedusaHeads, x: Tensor, count: int) -> list[Tensor]:
+    """Of each of the first ``count`` heads ``[rows, vocab]`` on the same ``x [rows, hidden]``.
+
+    Heads that share an output projection, as those trained on the target's own do, run it once over all their
+    rows: at a few rows it costs what reading its weight costs.
+    """
+    if heads.first is None:
+        starts = [x] * count
+    else:
+        together = F.silu(heads.first(x)).view(len(x), len(heads.heads), -1)
+        starts = [x + together[:, at] for at in range(count)]
+    states = [_behind_blocks(head, start) for head, start in zip(heads.heads, starts, strict=False)]
+    logits: list[Tensor] = [x] * count
+    for lm_head in {id(head.lm_head): head.lm_head for head in heads.heads[:count]}.values():
+        sharing = [at for at in range(count) if heads.heads[at].lm_head is lm_head]
+        outputs = lm_head(torch.cat([states[at] for at in sharing]))
+        for at, part in zip(sharing, outputs.split(len(x)), strict=True):
+            logits[at] = part
+    return logits
+
+
+def _behind_blocks(head: MedusaHead, x: Tensor) -> Tensor:
     for linear, residual in head.blocks:
         x = (x if residual is None else residual(x)) + F.silu(linear(x))
-    return head.lm_head(x)
+    return x
