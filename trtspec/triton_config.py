@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+ENGINE_NAME = "engine_name"
+RECIPE_DIGEST = "recipe_digest"
+"""The parameter that tells a client which recipe it is talking to."""
+ACCEPTANCE = "acceptance"
+"""How drafts are accepted, and whether that is strict or approximate, in words."""
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 

@@ -19,7 +19,6 @@ from trtspec.gpu_plan import engine_files, engine_plan
 from trtspec.recipe import Parallel, Recipe
 from trtspec.recipe_file import load_recipe, recipe_digest
 from trtspec.trtllm.launch import (
-    FORCED_ACCEPTANCE,
     LAUNCH_FILE,
     TEMPLATES,
     curl_example,
@@ -261,9 +260,12 @@ def test_a_local_part_of_the_version_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_forced_acceptance_is_refused(tmp_path: Path) -> None:
-    done = Container(tmp_path, recipe_of(LOOKAHEAD)).run(**{FORCED_ACCEPTANCE: "3"})
-    assert done.returncode == 3
-    assert FORCED_ACCEPTANCE in done.stderr
+    container = Container(tmp_path, recipe_of(LOOKAHEAD))
+    for switch in ("TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "TRTLLM_SIMULATE_ACCEPTANCE"):
+        done = container.run(**{switch: "3"})
+        assert done.returncode == 3
+        assert f"{switch} is set" in done.stderr
+    container.started(TLLM_LOG_LEVEL="INFO")
 
 
 def test_missing_files_of_the_container_are_named(tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def test_names_of_tensors_follow_the_version() -> None:
             "no parameter for the posterior threshold",
         ),
         (with_serving(recipe_of(DRAFT), grpc_port=9001), "1.2.1", "port 8001 of its own machine"),
+        (with_serving(recipe_of(DRAFT), host="10.0.0.5"), "1.2.1", "draft model at localhost"),
         (with_serving(recipe_of(MEDUSA), model_name="ensemble"), "1.2.1", "name of another model"),
         (recipe_of(MEDUSA), "1.4.0rc4", "does not exist in TensorRT-LLM 1.4.0rc4"),
         (recipe_of(EAGLE3), "0.21.0", "does not exist in TensorRT-LLM 0.21.0"),
@@ -291,7 +292,7 @@ def test_what_triton_cannot_serve_is_refused(recipe: Recipe, version: str, messa
 
 def test_the_same_recipe_passes_where_nothing_speaks_against_it() -> None:
     assert triton_problems(with_serving(recipe_of(DRAFT), grpc_port=9001), "0.17.0") == []
-    assert triton_problems(with_serving(recipe_of(MEDUSA), model_name="chat"), "1.2.1") == []
+    assert triton_problems(with_serving(recipe_of(MEDUSA), model_name="chat", host="10.0.0.5"), "1.2.1") == []
     files = rendered(with_serving(recipe_of(MEDUSA), model_name="chat"), "1.2.1")
     assert "chat/config.pbtxt" in files
     with pytest.raises(InputError, match="draft engine's folder"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 from trtspec.serve.protocol import INPUTS, Generate, tensors
-from trtspec.serve.repository import ACCEPTANCE, ENGINE_NAME, RECIPE_DIGEST
+from trtspec.triton_config import ACCEPTANCE, ENGINE_NAME, RECIPE_DIGEST
 
 IDLE_TIMEOUT_S = 120.0
 _STATISTICS = {

@@ -40,8 +40,8 @@ TEMPLATES = {"tensorrt": "/app/all_models/inflight_batcher_llm", "pytorch": "/ap
 """Where NVIDIA's tritonserver images with TensorRT-LLM have the models' Python files, by backend."""
 SPECULATIVE_MODES = {"draft_tokens_external": 2, "medusa": 4, "lookahead_decoding": 8, "eagle": 32}
 """SpeculativeDecodingMode, as an engine's config.json has it."""
-FORCED_ACCEPTANCE = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
-"""A debugging switch: drafts count as accepted whatever the target says."""
+FORCED_ACCEPTANCE = r"^(TLLM|TRTLLM)_.*(FORCE|SIMULATE)\w*ACC"
+"""Names of debugging switches (TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS): drafts are accepted unseen."""
 GPUS_PER_NODE = 8
 _SERVER = "/opt/tritonserver/bin/tritonserver"
 
@@ -121,9 +121,8 @@ TEMPLATES="${{TEMPLATES:-{TEMPLATES[recipe.backend.kind]}}}"
 
 fail() {{ echo "$0: $*" >&2; exit 3; }}
 
-if [ -n "${{{FORCED_ACCEPTANCE}:-}}" ]; then
-  fail "{FORCED_ACCEPTANCE} is set: drafts would be accepted unseen; unset it"
-fi
+forced="$(compgen -e | grep -E '{FORCED_ACCEPTANCE}' || true)"
+[ -z "$forced" ] || fail "$forced is set: drafts would be accepted unseen; unset it"
 """
 
 

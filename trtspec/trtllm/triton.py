@@ -15,7 +15,17 @@ from typing import Any
 
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import DraftModelSpeculation, PytorchBackend, Recipe, TensorrtBackend
-from trtspec.triton_config import ModelConfig, TensorConfig, tensor_from_line, to_pbtxt
+from trtspec.recipe_facts import describe_acceptance
+from trtspec.recipe_file import recipe_digest
+from trtspec.triton_config import (
+    ACCEPTANCE,
+    ENGINE_NAME,
+    RECIPE_DIGEST,
+    ModelConfig,
+    TensorConfig,
+    tensor_from_line,
+    to_pbtxt,
+)
 from trtspec.trtllm.command import VARIABLES
 from trtspec.trtllm.draft_weights import choice_problems
 from trtspec.trtllm.facts import Facts, load_facts
@@ -29,6 +39,8 @@ PYTHON_MODELS = {
 """Models whose Python files NVIDIA's container has, by backend."""
 _PLACEHOLDER = re.compile(r"\$\{\w*\}?")
 _CANCELLATION_CHECK_MS = 100
+_LLMAPI_PARAMETERS = {"gpu_device_ids", ACCEPTANCE, ENGINE_NAME, RECIPE_DIGEST}
+"""The first is the model's own; the others tell clients what they are talking to."""
 _LLMAPI_INPUTS = """
 text_input TYPE_STRING [-1]
 streaming TYPE_BOOL [1] optional
@@ -178,6 +190,11 @@ def llmapi_config(recipe: Recipe) -> ModelConfig:
         outputs=_tensors(_LLMAPI_OUTPUTS),
         instances=1,
         decoupled=True,
+        parameters={
+            ACCEPTANCE: describe_acceptance(recipe),
+            ENGINE_NAME: recipe.name,
+            RECIPE_DIGEST: recipe_digest(recipe),
+        },
         comments={"": "decoupled and max_batch_size are written in 1/model.yaml too and must be equal"},
     )
 
@@ -191,8 +208,8 @@ def llmapi_problems(
     for key, found in (("max_batch_size", config.max_batch_size), ("decoupled", config.decoupled)):
         if triton.get(key) != found:
             yield f"{key} is {found} in config.pbtxt and {triton.get(key)} in model.yaml; both must agree"
-    if config.parameters:
-        yield f"{config.name}: parameters {', '.join(config.parameters)} are unknown to the llmapi model"
+    for key in config.parameters.keys() - _LLMAPI_PARAMETERS:
+        yield f"{config.name}: parameter {key} is unknown; allowed: {', '.join(sorted(_LLMAPI_PARAMETERS))}"
 
 
 def _tensors(lines: str) -> tuple[TensorConfig, ...]:

@@ -23,6 +23,7 @@ from trtspec.recipe import (
     MedusaSpeculation,
     NgramSpeculation,
     NoSpeculation,
+    Quantization,
     Recipe,
     TypicalAcceptance,
 )
@@ -40,6 +41,7 @@ MAX_INSTANCES = 32
 BLS_GRPC_PORT = 8001
 """Where tensorrt_llm_bls asks for the draft model's configuration (its own comment: "assuming")."""
 _BLS_ASKS = parse_version("0.20")
+_LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0", "localhost", "::1", "::")
 _NEW_TABLE = parse_version("0.20")
 _WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 _KV_FRACTION = 0.9
@@ -100,6 +102,12 @@ def cpp_problems(recipe: Recipe, version: str) -> Iterator[Problem]:
             f"found {recipe.serving.grpc_port}; tensorrt_llm_bls, which drafts, asks for the draft model at "
             f"port {BLS_GRPC_PORT} of its own machine; write {BLS_GRPC_PORT}",
             key="serving.grpc_port",
+        )
+    if draft and parse_version(version) >= _BLS_ASKS and recipe.serving.host not in _LOCAL_HOSTS:
+        yield Problem(
+            f"found {recipe.serving.host}; tensorrt_llm_bls, which drafts, asks for the draft model at "
+            f"localhost; allowed: {', '.join(_LOCAL_HOSTS)}",
+            key="serving.host",
         )
     taken = {ENSEMBLE, PREPROCESSING, POSTPROCESSING, BLS}
     if recipe.serving.model_name in taken:
@@ -164,9 +172,15 @@ def cpp_models(
     after = {"tokenizer_dir": tokenizer_dir, "skip_special_tokens": "true"}
     kv = _TWO_MODELS_KV_FRACTIONS if drafting else (_KV_FRACTION, 0.0)
 
-    def engine(folder: str, path: str, *, draft: bool) -> ModelConfig:
+    def engine(folder: str, path: str, quantization: Quantization, *, draft: bool) -> ModelConfig:
         parameters, comments = _engine_parameters(
-            recipe, path, draft=draft, kv=kv[draft], max_kv_tokens=max_kv_tokens, num_nodes=num_nodes
+            recipe,
+            path,
+            quantization,
+            draft=draft,
+            kv=kv[draft],
+            max_kv_tokens=max_kv_tokens,
+            num_nodes=num_nodes,
         )
         return model(
             ENGINE,
@@ -188,7 +202,7 @@ def cpp_models(
             parameters=before,
             comments=why_copies,
         ),
-        engine(name, engine_dir, draft=False),
+        engine(name, engine_dir, recipe.quantization, draft=False),
         model(POSTPROCESSING, POSTPROCESSING, instances=copies, parameters=after, comments=why_copies),
         model(
             BLS,
@@ -199,8 +213,9 @@ def cpp_models(
             comments=_bls_comments(recipe, copies),
         ),
     ]
-    if drafting:
-        models.append(engine(draft_name(recipe), draft_engine_dir or "", draft=True))
+    if isinstance(recipe.speculation, DraftModelSpeculation):
+        draft_format = recipe.speculation.quantization
+        models.append(engine(draft_name(recipe), draft_engine_dir or "", draft_format, draft=True))
     return {config.name: config for config in models}
 
 
@@ -217,10 +232,16 @@ def _bls_comments(recipe: Recipe, copies: int) -> dict[str, str]:
 
 
 def _engine_parameters(
-    recipe: Recipe, path: str, *, draft: bool, kv: float, max_kv_tokens: int | None, num_nodes: int
+    recipe: Recipe,
+    path: str,
+    quantization: Quantization,
+    *,
+    draft: bool,
+    kv: float,
+    max_kv_tokens: int | None,
+    num_nodes: int,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Parameters of the engine's model, and why they are what they are."""
-    quantization = recipe.speculation.quantization if draft else recipe.quantization  # type: ignore[union-attr]
     off = paged_context_off(recipe.model_copy(update={"quantization": quantization}))
     paged = off is None
     values = {
@@ -244,6 +265,7 @@ def _engine_parameters(
     comments = {
         "gpt_model_path": "the draft engine" if draft else "the engine",
         "enable_kv_cache_reuse": "needs paged context attention" if paged else f"off: {off}",
+        "kv_cache_free_gpu_mem_fraction": "of what is free once the engine is loaded: the GPU will look full",
         "tokenizer_dir": "the next three: guided decoding, which is off; the backend reads them anyway",
     }
     if isinstance(recipe.speculation, DraftModelSpeculation):

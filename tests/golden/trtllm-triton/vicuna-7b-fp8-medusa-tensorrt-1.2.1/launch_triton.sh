@@ -9,9 +9,8 @@ TEMPLATES="${TEMPLATES:-/app/all_models/inflight_batcher_llm}"
 
 fail() { echo "$0: $*" >&2; exit 3; }
 
-if [ -n "${TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS:-}" ]; then
-  fail "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS is set: drafts would be accepted unseen; unset it"
-fi
+forced="$(compgen -e | grep -E '^(TLLM|TRTLLM)_.*(FORCE|SIMULATE)\w*ACC' || true)"
+[ -z "$forced" ] || fail "$forced is set: drafts would be accepted unseen; unset it"
 
 expected="${TENSORRT_LLM_VERSION:-1.2.1}"
 found="$(python3 -c 'import importlib.metadata as m; print(m.version("tensorrt_llm").split("+")[0])' 2>/dev/null || true)"
