@@ -2,8 +2,8 @@
 
 Medians of the calling thread's own CPU time when one thread runs (so that neighbours cost less), wall time
 otherwise, in microseconds. Weights are cycled through more memory than the caches hold, as in a decode step.
-The switch points in ``trtspec/embedded/layers.py`` come from here: the row count where "decoded" first beats
-"packed" for the same format.
+The switch points in ``trtspec/embedded/layers.py`` come from here: the row count where "decoded", or "copy"
+(a dequantized copy beside the codes), first beats "packed" for the same format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trtspec.embedded.layers import QuantizedWeight
 
 SHAPES = ((576, 960), (576, 3072), (1536, 576), (2048, 8192))
 """(in, out): SmolLM2-135M's fused q/k/v, gate/up and down, and a 1B model's feed-forward."""
-ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 512)
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 128, 512)
 GROUP = 64
 CYCLED_BYTES = 64 * 2**20
 
@@ -41,20 +41,30 @@ def quantized_weight(algo: str, inputs: int, outputs: int) -> QuantizedWeight:
 
 
 def forms(inputs: int, outputs: int) -> dict[str, Callable[[], Callable[[Tensor], Tensor]]]:
-    """Name -> maker of one linear; names that end in "decoded" run beyond the packed kernels' rows."""
+    """Name -> maker of one linear; "packed", "decoded" and "copy" are the three ways of the same weight."""
 
-    def make(algo: str) -> Callable[[], Callable[[Tensor], Tensor]]:
-        return lambda: layers.quantized(
-            quantized_weight(algo, inputs, outputs), None, torch.bfloat16, torch.device("cpu")
-        )
+    def make(algo: str, few_rows: int | None = None, copy: bool = False) -> Callable[[], layers.Linear]:
+        def made() -> layers.Linear:
+            weight = quantized_weight(algo, inputs, outputs)
+            cpu = torch.device("cpu")
+            linear = layers.quantized(weight, None, torch.bfloat16, cpu, dequantized_copy=copy)
+            if isinstance(linear, layers.Int4Linear | layers.Int8WeightLinear) and few_rows is not None:
+                linear.few_rows = few_rows
+            return linear
+
+        return made
+
+    always = 10**9
 
     return {
         "bf16 F.linear": lambda: layers.DenseLinear(torch.randn(outputs, inputs).bfloat16()),
         "bf16 packed": lambda: layers.dense(torch.randn(outputs, inputs).bfloat16()),
-        "int4 packed": make("W4A16_AWQ"),
-        "int4 decoded": make("W4A16_AWQ"),
-        "int8 packed": make("W8A16"),
-        "int8 decoded": make("W8A16"),
+        "int4 packed": make("W4A16_AWQ", always),
+        "int4 decoded": make("W4A16_AWQ", 0),
+        "int4 copy": make("W4A16_AWQ", 0, True),
+        "int8 packed": make("W8A16", always),
+        "int8 decoded": make("W8A16", 0),
+        "int8 copy": make("W8A16", 0, True),
         "w8a8": make("W8A8_SQ_PER_CHANNEL"),
         "fp8": make("FP8"),
         "fp32 F.linear": lambda: layers.DenseLinear(torch.randn(outputs, inputs)),
@@ -79,7 +89,6 @@ def measure(inputs: int, outputs: int, clock: Callable[[], float]) -> dict[str, 
     result = {}
     for name, maker in forms(inputs, outputs).items():
         linears = itertools.cycle([maker() for _ in range(copies)])
-        layers.INT4_FEW_ROWS = layers.INT8_FEW_ROWS = 0 if name.endswith("decoded") else 10**9
         dtype = torch.float32 if name.startswith("fp32") else torch.bfloat16
         inputs_by_rows = [torch.randn(rows, inputs, dtype=dtype) for rows in ROWS]
         result[name] = [median_us(linears, x, clock) for x in inputs_by_rows]
@@ -111,8 +120,9 @@ def main() -> None:
             for name, row_times in times.items():
                 print(f"{name:15}" + "".join(f"{value:8.0f}" for value in row_times))
             for name in ("int4", "int8"):
-                at = first_win(times[f"{name} packed"], times[f"{name} decoded"])
-                print(f"{name}: decoded wins from {at} rows")
+                for other in ("decoded", "copy"):
+                    at = first_win(times[f"{name} packed"], times[f"{name} {other}"])
+                    print(f"{name}: {other} wins from {at} rows")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("speculation-ngram-embedded", {**TRT, "speculation": {**NGRAM, "branches": 2}}, {"speculation": {"branches": 1}}, "speculation.branches"),
     ("speculation-ngram-embedded", {**PYT, "speculation": {**NGRAM, "corpus": "a.txt"}}, {"speculation": {"corpus": None}}, "speculation.corpus"),
     ("speculation-adaptive-embedded", {**TRT, "speculation": {**NGRAM, "adaptive": True}}, {"speculation": {"adaptive": False}}, "speculation.adaptive"),
+    ("backend-dequantized-copy", {"backend": {"dequantized_copy": True}, "quantization": {"kind": "fp8"}}, {"quantization": {"kind": "w4a16_awq"}}, "backend.dequantized_copy"),
+    ("backend-dequantized-copy", {"backend": {"dequantized_copy": True, "dtype": "float32"}}, {"backend": {"dtype": "bfloat16"}}, "backend.dequantized_copy"),
     ("speculation-corpus-count", {"speculation": {**NGRAM, "corpus_min_count": 2}}, {"speculation": {"corpus": "a.txt"}}, "speculation.corpus_min_count"),
     ("speculation-ngram-order", {"speculation": {"kind": "ngram", "min_ngram": 5}}, {"speculation": {"max_ngram": 5}}, "speculation.min_ngram"),
     ("speculation-choices", {**TRT, "speculation": {**MEDUSA, "choices": []}}, {"speculation": {"choices": None}}, "speculation.choices"),

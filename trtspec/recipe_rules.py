@@ -21,6 +21,7 @@ from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
     EagleSpeculation,
+    EmbeddedBackend,
     MedusaSpeculation,
     Model,
     NgramSpeculation,
@@ -159,6 +160,20 @@ def _nvfp4_cpu(recipe: Recipe) -> Iterator[Finding]:
                     "nvfp4 needs a CUDA GPU to calibrate and the backend's device is cpu; "
                     "choose fp8 or w4a16_awq, or device: cuda",
                 )
+
+
+def _dequantized_copy(recipe: Recipe) -> Iterator[Finding]:
+    """Only 4-bit weights under 16-bit activations, in bfloat16 on a CPU, are run from their codes."""
+    b = recipe.backend
+    if not isinstance(b, EmbeddedBackend) or not b.dequantized_copy:
+        return
+    kinds = {quantization.kind for _, quantization in _quantizations(recipe)}
+    if b.dtype != "bfloat16" or b.device != "cpu" or not kinds & {"none", "w4a16_awq"}:
+        yield (
+            ("backend", "dequantized_copy"),
+            f"found true, without effect for {' and '.join(sorted(kinds))} in {b.dtype} on {b.device}; "
+            "write false, or use w4a16_awq in bfloat16 on cpu",
+        )
 
 
 def _kv_format(recipe: Recipe) -> Iterator[Finding]:
@@ -610,6 +625,7 @@ _TABLE = (
     _rule("parallel-embedded", "error", "backend parallel", _parallel_embedded),
     _rule("parallel-pipeline", "error", "backend parallel speculation", _pipeline_drafting),
     _rule("quantization-nvfp4-cpu", "error", "backend quantization speculation", _nvfp4_cpu),
+    _rule("backend-dequantized-copy", "warning", "backend quantization speculation", _dequantized_copy),
     _rule("quantization-kv-format", "error", "backend quantization speculation", _kv_format),
     _rule("quantization-int8-weights", "error", "backend quantization speculation", _int8_weights),
     _rule("quantization-paged-context", "warning", "backend quantization", _paged_context_lost),

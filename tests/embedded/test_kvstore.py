@@ -76,6 +76,29 @@ def test_what_is_read_is_what_the_format_keeps(spec: ModelSpec, kv_format: str, 
             torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kv_format", ["none", "fp8", "int8"])
+def test_side_by_side_is_written_as_apart(spec: ModelSpec, kv_format: str, dtype: torch.dtype) -> None:
+    stores = [KvStore(spec, 32, dtype=dtype, kv_format=kv_format, scales=SCALES) for _ in range(2)]
+    slots = torch.tensor([3, 30, 11])
+    k, v = some_kv(spec, 3, 1, dtype), some_kv(spec, 3, 2, dtype)
+    stores[0].write(1, slots, k, v)
+    stores[1].write_both(1, slots, torch.cat((k, v), 1))
+    assert torch.equal(stores[0]._all, stores[1]._all)
+    stores[1].write_both(1, slots, torch.cat((v, k), 1))
+    assert not torch.equal(stores[0]._all, stores[1]._all), "keys come first"
+
+
+@pytest.mark.parametrize("kv_format", ["none", "fp8", "int8"])
+def test_a_run_of_slots_reads_as_its_numbers_do(spec: ModelSpec, kv_format: str) -> None:
+    store = KvStore(spec, 16, dtype=torch.bfloat16, kv_format=kv_format, scales=SCALES)
+    store.write(1, torch.arange(16), *(some_kv(spec, 16, i, torch.bfloat16) for i in range(2)))
+    for dtype in (torch.bfloat16, torch.float32):
+        run = store.read_unscaled(1, slice(3, 9), dtype)
+        picked = store.read_unscaled(1, torch.arange(3, 9), dtype)
+        assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(run, picked, strict=True))
+
+
 @pytest.mark.parametrize("kv_format", ["none", "fp8", "int8"])
 def test_bytes_are_what_is_allocated(spec: ModelSpec, kv_format: str) -> None:
     store = KvStore(spec, 10, dtype=torch.bfloat16, kv_format=kv_format, scales=SCALES)

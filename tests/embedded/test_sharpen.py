@@ -9,7 +9,7 @@ import torch
 from tiny import make_tiny_model
 from torch import Tensor
 
-from trtspec.embedded.model import SHARP_LOGITS, Decoder
+from trtspec.embedded.model import SHARP_LOGITS, Decoder, largest
 from trtspec.embedded.weights import load_model
 from trtspec.modelspec import read_modelspec
 
@@ -70,3 +70,22 @@ def test_no_rows_and_a_small_vocabulary(tmp_path: Path) -> None:
     assert model.logits(ROWS[:0].bfloat16()).shape == (0, SHARP_LOGITS - 3)
     x = ROWS.bfloat16()
     assert error_of_the_best(model.logits(x), exact(model, x)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [49152, 4096, 64 * 2 * SHARP_LOGITS, 64 * 31, 4095, SHARP_LOGITS])
+def test_the_largest_are_found_wherever_they_stand(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(9, size, generator=generator)
+    # All in one stretch, all in one column, at both ends: what a search by maxima could miss.
+    values[0, :SHARP_LOGITS] += 9
+    values[1, :: max(1, size // 64)] += 9
+    values[2, -SHARP_LOGITS:] += 9
+    assert torch.equal(largest(values, SHARP_LOGITS), values.topk(SHARP_LOGITS, -1).indices)
+
+
+def test_a_search_by_the_maxima_alone_would_miss_some() -> None:
+    values = torch.randn(1, 49152, generator=torch.Generator().manual_seed(0))
+    values[0, ::768] += 9
+    one_a_column = values.view(1, 64, 768).max(1)
+    found = one_a_column.values.topk(SHARP_LOGITS).values.sort().values
+    assert not torch.equal(found, values.topk(SHARP_LOGITS).values.sort().values)

@@ -91,6 +91,72 @@ def test_bfloat16_forms_compute_the_stored_weight(algo: str, smooth: bool, rows:
     assert error_of(form, stored, value, rows) < BF16_ERROR
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("algo", ["W4A16_AWQ", "W8A16"])
+def test_a_dequantized_copy_is_the_same_weight(algo: str, rows: int) -> None:
+    stored, value = example(algo, smooth=True)
+    form = layers.quantized(stored, None, torch.bfloat16, CPU, dequantized_copy=True)
+    plain = layers.quantized(stored, None, torch.bfloat16, CPU)
+    assert error_of(form, stored, value, rows) < BF16_ERROR
+    x = torch.randn(rows, IN, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
+    if rows == 1:
+        assert torch.equal(form(x), plain(x)), "few rows run from the codes in both"
+    if rows > layers.INT4_FEW_ROWS:  # one product of the same numbers, in another order
+        torch.testing.assert_close(form(x), plain(x), rtol=2**-7, atol=2**-6)
+    assert form.few_rows < plain.few_rows
+    # The other form's codes and copy are not kept.
+    assert getattr(form, "_blocks", []) == []
+    assert plain._copy is None
+
+
+def test_the_copy_answers_for_many_rows_only() -> None:
+    """A copy that holds another weight shows from the switch on, and not before."""
+    stored, value = example("W4A16_AWQ", smooth=False)
+    form = layers.quantized(stored, None, torch.bfloat16, CPU, dequantized_copy=True)
+    form._copy = layers.dense(value.to(torch.bfloat16).flip(0).contiguous())
+    assert error_of(form, stored, value, layers.INT4_FEW_ROWS_BESIDE_COPY) < BF16_ERROR
+    assert error_of(form, stored, value, layers.INT4_FEW_ROWS_BESIDE_COPY + 1) > 10 * BF16_ERROR
+
+
+@pytest.mark.parametrize("outputs", [48, 4176])
+def test_nibbles_decode_to_the_very_weights(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4176 outputs are blocks of several sizes."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight, scale = (
+        torch.randint(-8, 8, (outputs, IN), generator=generator),
+        torch.rand(outputs, IN // GROUP, generator=generator),
+    )
+    packed = ((weight[0::2] & 15) | (weight[1::2] & 15) << 4).to(torch.uint8)
+    stored = QuantizedWeight("W4A16_AWQ", packed, scale.double())
+    wanted = weight.to(torch.bfloat16) * scale.to(torch.bfloat16).repeat_interleave(GROUP, 1)
+    monkeypatch.setattr(layers, "DECODED_BYTES", 2**18)
+    form = layers.Int4Linear(stored, None)
+    assert (len(form._blocks) > 1) == (outputs > 1000)
+    form.few_rows = 0
+    identity = torch.eye(IN, dtype=torch.bfloat16)
+    assert torch.equal(form(identity).t(), wanted)
+    swapped = layers.Int4Linear(replace(stored, codes=(packed << 4) | (packed >> 4)), None)
+    swapped.few_rows = 0
+    assert not torch.equal(swapped(identity).t(), wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 7, layers.DOUBLED_ROWS, layers.DOUBLED_ROWS + 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_norms_of_few_rows_are_the_norm(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    # A mean far from 0, which a layer norm of the plain row would take away.
+    x = (torch.randn(rows, 3, 96, generator=generator) + 2).to(dtype)
+    weight = torch.randn(96, generator=generator).to(dtype)
+    wide = x.double()
+    wanted = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    error = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
+    normed = layers.RmsNorm(weight, 1e-5)(x)
+    assert (normed.dtype, normed.is_contiguous()) == (dtype, True)
+    torch.testing.assert_close(normed.double(), wanted, rtol=error, atol=error / 10)
+    centred = torch.layer_norm(x, (96,), weight, None, 1e-5).double()
+    assert float((centred - wanted).abs().max()) > 0.1, "a layer norm of the row itself must fail"
+
+
 @pytest.mark.parametrize("algo", ALGOS)
 def test_dequantized_forms_are_exact_in_float64(algo: str) -> None:
     stored, value = example(algo, smooth=True)

@@ -21,7 +21,7 @@ FEW_ROWS = 16
 # On a CPU a call gathers at most about this much of the keys and values (one sequence may be longer): what
 # has left the second-level cache before it is used is read twice, and memory stays bounded (16 sequences of
 # 1000 tokens of SmolLM2: 2.0 ms a layer in parts, 3.3 in one call).
-GATHERED_BYTES = 2 * 2**20
+GATHERED_BYTES = 4 * 2**20
 
 
 # --------------------------------------------------------------------------- rotary embeddings

@@ -8,6 +8,7 @@ kernel runs is decided by the number of rows, with constants measured by ``bench
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -211,68 +212,108 @@ class Fp8Linear:
 
 
 # Up to these many rows the packed kernels beat decoding the weight for a bfloat16 product: they cost the
-# same for every row, decoding costs as much as about 50 (int4) or 20 (int8) rows (benchmarks/kernels.py).
-INT4_FEW_ROWS = 52
-INT8_FEW_ROWS = 20
-# Outputs decoded at a time, so that the decoded weights are still in the cache when they are multiplied
-# (2048 x 8192, 128 rows: 17 ms; 32 ms when decoded whole).
-DECODE_OUTPUTS = 512
+# same for every row, decoding costs as much as about 30 (int4) or 10 (int8) rows (benchmarks/kernels.py).
+INT4_FEW_ROWS = 44
+INT8_FEW_ROWS = 18
+# The same where the decoded weight is kept, so that only the bfloat16 product has to be beaten.
+INT4_FEW_ROWS_BESIDE_COPY = 10
+INT8_FEW_ROWS_BESIDE_COPY = 4
+# About this much of a weight is decoded at a time, so that it is still in the cache when it is multiplied
+# (2048 x 8192, 64 rows: 9.9 ms in blocks of 2 MB, 12.6 of 0.25 MB, 10.4 of 4 MB).
+DECODED_BYTES = 2 * 2**20
+
+
+def _block_outputs(outputs: int, inputs: int) -> int:
+    """Outputs of one decoded block: equal blocks of about ``DECODED_BYTES``, multiples of 64."""
+    blocks = -(-2 * inputs * outputs // DECODED_BYTES)
+    return -(-outputs // (64 * blocks)) * 64
 
 
 class Int4Linear:
     """4-bit weights in groups, bfloat16 activations (W4A16).
 
-    Few rows run torch's packed kernel; many (prefill) decode the weight for a bfloat16 product. The kernel's
-    layout depends on the CPU and has no inverse, so the export's own nibbles are kept beside it: 1 byte a
-    weight in all, against 2 in bfloat16.
+    Few rows run torch's packed kernel; many (prefill, verification of a batch) decode the weight for a
+    bfloat16 product. The kernel's layout depends on the CPU and has no inverse, so beside it are kept
+    either the export's own nibbles (1 byte a weight in all, against 2 in bfloat16) or, with
+    ``dequantized_copy``, the decoded weight itself (2.5 bytes): the same numbers, decoded once.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        self.codes = weight.codes
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dequantized_copy: bool = False) -> None:
         self.group = weight.codes.shape[1] // weight.scale.shape[1]
         unsigned = (unpack_int4(weight.codes) + 8).int()
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1)
-        self.scale = weight.scale.to(torch.bfloat16)
+        del unsigned
+        scale = weight.scale.to(torch.bfloat16)
         # The kernel computes (code - 8) * scale + zero per group: [groups, out, (scale, zero)].
-        self._scales_zeros = torch.stack((self.scale.t(), torch.zeros_like(self.scale.t())), -1).contiguous()
+        self._scales_zeros = torch.stack((scale.t(), torch.zeros_like(scale.t())), -1).contiguous()
         self.bias = bias
         self.pre_quant_scale = _to_bfloat16(weight.pre_quant_scale)
+        self.few_rows = INT4_FEW_ROWS_BESIDE_COPY if dequantized_copy else INT4_FEW_ROWS
+        outputs, inputs = scale.shape[0], weight.codes.shape[1]
+        # Input by input, so that scales lie along the outputs: long loops instead of one for each group.
+        codes, scale = weight.codes.t(), scale.t()
+        self._copy = dense(decode_int4(codes, scale).t()) if dequantized_copy else None
+        size = _block_outputs(outputs, inputs)
+        self._blocks: list[tuple[Tensor, Tensor]] = []
+        if not dequantized_copy:
+            split = zip(codes.split(size // 2, 1), scale.split(size, 1), strict=True)
+            self._blocks = [(part.contiguous(), by_group.contiguous()) for part, by_group in split]
 
     def __call__(self, x: Tensor) -> Tensor:
         x = _scaled(x, self.pre_quant_scale)
-        if x.shape[0] <= INT4_FEW_ROWS:
+        if x.shape[0] <= self.few_rows:
             out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x.contiguous(), self._packed, self.group, self._scales_zeros
             )
+        elif self._copy is not None:
+            out = self._copy(x)
         else:
-            blocks = range(0, len(self.scale), DECODE_OUTPUTS)
-            out = torch.cat([F.linear(x, self._decode(i, i + DECODE_OUTPUTS)) for i in blocks], -1)
+            out = torch.cat([x @ decode_int4(codes, scale) for codes, scale in self._blocks], -1)
         return out if self.bias is None else out + self.bias
 
-    def _decode(self, first: int, last: int) -> Tensor:
-        """Outputs first..last (even numbers) of the weight."""
-        scale = self.scale[first:last]
-        codes = unpack_int4(self.codes[first // 2 : last // 2]).to(torch.bfloat16)
-        return codes.view(*scale.shape, self.group).mul_(scale[:, :, None]).view(len(scale), -1)
+
+@functools.cache
+def _int4_table() -> Tensor:
+    """``[65536] int64``: of each 16-bit number its four nibbles, lowest first, as bfloat16 numbers."""
+    nibbles = (torch.arange(2**16)[:, None] >> torch.arange(0, 16, 4)) & 15
+    return ((nibbles ^ 8) - 8).to(torch.bfloat16).view(torch.int64).squeeze(1)
+
+
+def decode_int4(codes: Tensor, scale: Tensor) -> Tensor:
+    """``codes [in, out / 2] uint8`` (low nibble the even output), ``scale [groups, out] bfloat16`` ->
+    ``[in, out]`` in bfloat16; ``out`` a multiple of 4.
+
+    Looks four nibbles up at once in a table of 512 KB: 0.13 ns a weight on Zen 5, the scales as much again;
+    shifting, casting and scaling [out, in] took 0.39.
+    """
+    numbers = codes.contiguous().view(-1).view(torch.uint16).int()
+    values = _int4_table().index_select(0, numbers).view(torch.bfloat16)
+    grouped = values.view(len(scale), -1, scale.shape[1])
+    return grouped.mul_(scale[:, None]).view(len(codes), -1)
 
 
 class Int8WeightLinear:
-    """8-bit weights with a scale per output, bfloat16 activations (W8A16)."""
+    """8-bit weights with a scale per output, bfloat16 activations (W8A16); ``dequantized_copy`` as in
+    :class:`Int4Linear`, 3 bytes a weight instead of 1."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dequantized_copy: bool = False) -> None:
         self.codes = weight.codes
         self.scale = weight.scale.reshape(1, -1).float()
         self.bias = bias
         self.pre_quant_scale = _to_bfloat16(weight.pre_quant_scale)
         # The kernel's own scales would be rounded to bfloat16; ones keep the codes exact.
         self._ones = torch.ones(weight.codes.shape[0], dtype=torch.bfloat16)
+        self._copy = dense(weight.codes.to(torch.bfloat16)) if dequantized_copy else None
+        self.few_rows = INT8_FEW_ROWS_BESIDE_COPY if dequantized_copy else INT8_FEW_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
         x = _scaled(x, self.pre_quant_scale)
-        if x.shape[0] <= INT8_FEW_ROWS:
+        if x.shape[0] <= self.few_rows:
             out = torch._weight_int8pack_mm(x.contiguous(), self.codes, self._ones)
+        elif self._copy is not None:
+            out = self._copy(x)
         else:
-            parts = torch.split(self.codes, DECODE_OUTPUTS)
+            parts = torch.split(self.codes, _block_outputs(*self.codes.shape))
             out = torch.cat([F.linear(x, codes.to(torch.bfloat16)) for codes in parts], -1)
         out = out * self.scale
         return (out if self.bias is None else out + self.bias).to(x.dtype)
@@ -297,16 +338,24 @@ class Int8Linear:
 
 
 def quantized(
-    weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dequantized_copy: bool = False,
 ) -> Linear:
-    """The form that runs ``weight``: packed for bfloat16 on a CPU, else dequantized."""
+    """The form that runs ``weight``: packed for bfloat16 on a CPU, else dequantized.
+
+    ``dequantized_copy``: packed weight-only forms keep a bfloat16 copy for many rows; nothing else does.
+    """
     if dtype != torch.bfloat16 or device.type != "cpu":
         return DequantizedLinear(weight, bias, dtype, device)
     match weight.algo:
         case "W4A16_AWQ":
-            return Int4Linear(weight, bias)
+            return Int4Linear(weight, bias, dequantized_copy)
         case "W8A16":
-            return Int8WeightLinear(weight, bias)
+            return Int8WeightLinear(weight, bias, dequantized_copy)
         case "W8A8_SQ_PER_CHANNEL":
             return Int8Linear(weight, bias)
         case _:
@@ -325,8 +374,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-# Up to these many rows layer norm of doubled rows beats F.rms_norm, which is eight kernels on a CPU (one row of
-# 576 numbers: 3.3 instead of 8.5 us; 16 rows: 9 and 12).
+# Up to these many rows layer norm of doubled rows beats F.rms_norm, which is eight kernels on a CPU (one row
+# of 576 numbers: 3.3 instead of 8.5 us; 16 rows: 9 and 12).
 DOUBLED_ROWS = 16
 
 

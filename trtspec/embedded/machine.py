@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.recipe import Limits
+from trtspec.tensor_headers import read_tensor_headers
 
 
 def torch_device(name: str) -> torch.device:
@@ -48,10 +50,16 @@ def num_kv_pages(limits: Limits, page_tokens: int, page_bytes: int) -> int:
     return num_pages
 
 
-def estimated_weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """About what the weights will take: the files, twice or four times that for 32 or 64 bit."""
+def estimated_weight_bytes(folder: Path, dtype: torch.dtype, dequantized_copy: bool = False) -> int:
+    """About what the weights will take: the files, twice or four times that for 32 or 64 bit; with
+    ``dequantized_copy`` 2 bytes more for each 4- or 8-bit integer weight."""
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return stored * max(1, dtype.itemsize // 2)
+    total = stored * max(1, dtype.itemsize // 2)
+    if dequantized_copy:
+        headers, _ = read_tensor_headers(folder)
+        weights_a_byte = {"U8": 2, "I8": 1}
+        total += sum(2 * weights_a_byte.get(h.dtype, 0) * math.prod(h.shape) for h in headers.values())
+    return total
 
 
 def check_memory(num_kv_bytes: int, num_weight_bytes: int, limits: Limits, device: torch.device) -> None:

@@ -93,7 +93,7 @@ class Decoder:
         if self.batch_invariant:
             plan = plan_attention(batch, self.spec, torch.float64)
         else:
-            # 8-bit keys and values of a few rows' contexts: decoded to float32 they need not be rounded again.
+            # 8-bit keys and values of a few rows' contexts, decoded to float32, need not be rounded again.
             wide = store.kv_format != "none" and self.device.type == "cpu"
             plan = plan_attention(batch, self.spec, self.dtype, wide_dtype(self.dtype) if wide else None)
         cos, sin = self.rope.at(batch.positions)

@@ -90,18 +90,25 @@ def open_embedded(
         raise InputError(problems)
     page_bytes = kv_bytes_per_slot(spec, dtype, kv_format) * backend.page_tokens
     num_pages = num_kv_pages(limits, backend.page_tokens, page_bytes)
-    weight_bytes = estimated_weight_bytes(target_dir, dtype)
+    weight_bytes = estimated_weight_bytes(target_dir, dtype, backend.dequantized_copy)
     if speculation and isinstance(recipe.speculation, DraftModelSpeculation):
         draft_dir = _checked_draft(recipe.speculation, target_dir, draft_dir, limits)
         page_bytes += _draft_slot_bytes(recipe.speculation, draft_dir, dtype) * backend.page_tokens
-        weight_bytes += estimated_weight_bytes(draft_dir, dtype)
+        weight_bytes += estimated_weight_bytes(draft_dir, dtype, backend.dequantized_copy)
     if speculation and isinstance(recipe.speculation, HeadsSpeculation):
         heads_dir = checked_heads(recipe.speculation, heads_dir, spec)
         heads_bytes, slot_bytes = heads_memory(recipe.speculation, heads_dir, spec, dtype)
         page_bytes += slot_bytes * backend.page_tokens
         weight_bytes += heads_bytes
     check_memory(num_pages * page_bytes, weight_bytes, limits, device)
-    model = load_model(target_dir, spec, dtype=dtype, device=device, batch_invariant=backend.batch_invariant)
+    model = load_model(
+        target_dir,
+        spec,
+        dtype=dtype,
+        device=device,
+        batch_invariant=backend.batch_invariant,
+        dequantized_copy=backend.dequantized_copy,
+    )
     new_store = partial(
         KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
     )
@@ -207,7 +214,13 @@ def _draft_model(
     assert isinstance(recipe.backend, EmbeddedBackend)
     assert kv_format != "nvfp4"
     spec = read_modelspec(draft_dir)
-    model = load_model(draft_dir, spec, dtype=target.dtype, device=target.device)
+    model = load_model(
+        draft_dir,
+        spec,
+        dtype=target.dtype,
+        device=target.device,
+        dequantized_copy=recipe.backend.dequantized_copy,
+    )
     new_store = partial(
         KvStore,
         spec,

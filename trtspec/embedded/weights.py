@@ -28,8 +28,10 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool = False,
+    dequantized_copy: bool = False,
 ) -> Decoder:
-    """The model of ``folder``, computing in ``dtype`` on ``device``; ``batch_invariant``: see Decoder.
+    """The model of ``folder``, computing in ``dtype`` on ``device``; ``batch_invariant``: see Decoder;
+    ``dequantized_copy``: see :func:`layers.quantized`.
 
     One tensor is read at a time from the mapped files, so memory peaks near the size of the loaded weights.
     Raises InputError with all problems: missing or malformed files and tensors, NaN or infinite weights,
@@ -40,7 +42,7 @@ def load_model(
     if problems:
         raise InputError(problems)
     headers, _ = read_tensor_headers(folder)
-    checkpoint = _Checkpoint(headers, spec, dtype, device)
+    checkpoint = _Checkpoint(headers, spec, dtype, device, dequantized_copy)
     embedding = checkpoint.plain("model.embed_tokens.weight")
     blocks = [_load_layer(checkpoint, f"model.layers.{i}.") for i in range(spec.num_layers)]
     final_norm = checkpoint.plain("model.norm.weight")
@@ -112,9 +114,15 @@ class _Checkpoint:
     """Reads tensors and collects what is wrong with them."""
 
     def __init__(
-        self, headers: Mapping[str, TensorHeader], spec: ModelSpec, dtype: torch.dtype, device: torch.device
+        self,
+        headers: Mapping[str, TensorHeader],
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        dequantized_copy: bool,
     ) -> None:
         self.headers, self.spec, self.dtype, self.device = headers, spec, dtype, device
+        self._dequantized_copy = dequantized_copy
         self.problems: list[Problem] = []
         self._files = {path: safe_open(path, "pt") for path in {h.file for h in headers.values()}}
         self._all_ones: dict[str, bool] = {}
@@ -168,14 +176,16 @@ class _Checkpoint:
         bias = self._bias(modules)
         joined = layers.join(parts)
         if joined is not None:
-            return layers.quantized(joined, bias, self.dtype, self.device)
+            return self._quantized_linear(joined, bias)
         rows = [part.scale.shape[0] for part in parts]
         biases = [None] * len(parts) if bias is None else list(torch.split(bias, rows))
         return layers.SideBySide(
-            [
-                layers.quantized(part, b, self.dtype, self.device)
-                for part, b in zip(parts, biases, strict=True)
-            ]
+            [self._quantized_linear(part, b) for part, b in zip(parts, biases, strict=True)]
+        )
+
+    def _quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return layers.quantized(
+            weight, bias, self.dtype, self.device, dequantized_copy=self._dequantized_copy
         )
 
     def _bias(self, modules: Sequence[str]) -> Tensor | None:

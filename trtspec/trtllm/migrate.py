@@ -73,7 +73,11 @@ def migrate(
     if recipe.backend.kind == to:
         raise InputError(Problem(f"found {to}: the recipe is for that backend already", key="backend.kind"))
     work = Work(copy.deepcopy(plain_recipe(recipe)))
-    work.set("name", name or _renamed(recipe.name, to), "engines/NAME belongs to the source's engine")
+    work.set(
+        "name",
+        _renamed(recipe.name, to) if name is None else name,
+        "engines/NAME belongs to the source's engine",
+    )
     _backend(work, recipe, to, base)
     _parallel(work, to)
     _quantization(work, to)
@@ -125,6 +129,7 @@ _LOST_KEYS = {
     "prefix_cache": "KV reuse there is the server's, on by default where paged context attention is",
     "threads": "a setting of torch on CPUs",
     "batch_invariant": "TensorRT-LLM has no such mode: greedy answers at 16 bit may differ with the batch",
+    "dequantized_copy": "TensorRT-LLM's 4-bit kernels serve every number of rows",
     "paged_context_fmha": "a choice of the engine builder; elsewhere the runtime picks its kernels",
     "multiple_profiles": "TensorRT optimization profiles exist in engines only",
     "cuda_graphs": "the LLM API's; engines have a runtime option instead, the embedded engine none",
