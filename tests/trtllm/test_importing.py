@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -387,6 +388,30 @@ def test_bad_options_are_bad_input(text: str, said: str, tmp_path: Path) -> None
     with pytest.raises(InputError) as error:
         options(tmp_path, text)
     assert said in str(error.value)
+
+
+def test_what_is_too_large_or_no_file_is_said(tmp_path: Path) -> None:
+    huge = tmp_path / "huge.json"
+    with huge.open("wb") as file:
+        file.truncate(20_000_000)
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in (
+        (huge, "at most 16 MB"),
+        (tmp_path / "empty", "no such file"),
+        (tmp_path / "pipe", "not a regular file"),
+    ):
+        with pytest.raises(InputError, match=said):
+            import_file(path, model="a/b")
+
+
+def test_a_version_without_a_table_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"the nearest is 1\.2\.1"):
+        options(tmp_path, "max_batch_size: 4\n", version="1.2.2")
+    file = put(tmp_path, engine(version=None))
+    assert import_file(file, model="a/b", version="0.21.0").recipe.backend.version == "==0.21.0"  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="engines of"):
+        import_file(file, model="a/b", version="1.4.0rc4")
 
 
 def test_flags_that_have_no_use_are_refused(tmp_path: Path) -> None:

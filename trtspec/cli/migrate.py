@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import click
 from trtspec.cli.output import UserPath, json_option, print_json
 from trtspec.recipe_file import load_recipe, recipe_digest
 from trtspec.trtllm.account import Change, Migration, Outcome, describe, migrated_yaml, shown
-from trtspec.trtllm.facts import VERSIONS
 from trtspec.trtllm.imported import describe_use
 from trtspec.trtllm.importing import Imported, import_file, imported_yaml
 from trtspec.trtllm.migrate import TARGETS, Target
@@ -128,7 +128,7 @@ def _wrapped(label: str, text: str) -> list[str]:
 @click.option(
     "--tensorrt-llm",
     "version",
-    type=click.Choice(VERSIONS),
+    metavar="VERSION",
     show_default="what the file says, or the versions that know all of its keys",
     help="Version the file is for.",
 )
@@ -165,7 +165,8 @@ def import_(
     else:
         for line in _import_lines(imported):
             click.echo(line)
-        click.echo(f"wrote {written}" if written else "nothing was written; -o FILE writes the recipe")
+        next_step = f"wrote {written}; next: {shlex.join(['trtspec', 'lint', written or ''])}"
+        click.echo(next_step if written else "nothing was written; -o FILE writes the recipe")
 
 
 def _import_fields(imported: Imported) -> dict[str, object]:

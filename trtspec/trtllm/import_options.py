@@ -36,7 +36,11 @@ def import_options(work: ImportWork, data: Mapping[str, Any], version: str | Non
     work.flatten(data, tuple(_SECTIONS))
     kind = _options_backend(work)
     own = "TorchLlmArgs" if kind == "pytorch" else "TrtLlmArgs"
-    candidates = (version,) if version else tuple(v for v in VERSIONS if own in load_facts(v).classes)
+    candidates = (
+        (load_facts(version).version,)
+        if version is not None
+        else tuple(v for v in VERSIONS if own in load_facts(v).classes)
+    )
     unknown = {v: _unknown_options(work, load_facts(v), own) for v in candidates}
     least = min(len(keys) for keys in unknown.values())
     fitting = tuple(v for v, keys in unknown.items() if len(keys) == least)
