@@ -19,8 +19,8 @@
 #   of JSONL with text: the one that CALIB_DATASET names
 # - limits.kv_cache_bytes: null: the KV cache takes most of the memory that is free (0.9 of it by default);
 #   give bytes where other programs share the GPU
-# - speculation.kind: the draft model's weights and KV cache come on top of the target's; the first to load
-#   takes its fraction of all free memory
+# - speculation.kind: the draft model's weights and KV cache come on top of the target's; each takes its part
+#   of the memory that is free when it loads
 # - limits.max_seq_tokens: found 6144; trtllm-build adds 4 for drafts, which makes 6148
 
 set -euo pipefail

@@ -7,8 +7,9 @@
 # the GPU that will serve. Set the variables below first.
 #
 # Warnings:
-# - speculation.choices: null is EAGLE-2 (a dynamic tree): run.py has flags for it, Triton's C++ backend does
-#   not; list the paths for EAGLE-1 to serve it
+# - speculation.choices: trtspec serve refuses it: null (EAGLE-2's dynamic tree): Triton's tensorrtllm backend
+#   takes static trees only (its configuration has no key for others, and NVIDIA's tutorial says so); write
+#   choices, or run the engine without Triton
 # - Triton cannot serve it: speculation.choices: null (EAGLE-2's dynamic tree): Triton's tensorrtllm backend
 #   takes static trees only (its configuration has no key for others, and NVIDIA's tutorial says so); write
 #   choices, or run the engine without Triton
