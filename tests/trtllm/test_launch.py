@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_triton import DRAFT, EAGLE3, LOOKAHEAD, MEDUSA, NGRAM, recipe_of, rendered, with_serving
+from test_repositories import DRAFT, EAGLE3, LOOKAHEAD, MEDUSA, NGRAM, recipe_of, rendered, with_serving
 
 from trtspec import artifact
 from trtspec.cli import main

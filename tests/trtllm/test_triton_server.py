@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_triton import DRAFT, EAGLE3, MEDUSA, recipe_of, rendered
+from test_repositories import DRAFT, EAGLE3, MEDUSA, recipe_of, rendered
 
 from trtspec.errors import MissingError
 from trtspec.recipe import Recipe
