@@ -13,8 +13,10 @@ from trtspec.errors import InputError
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import lint, lint_content, load_recipe, parse_recipe, plain_recipe
 from trtspec.trtllm.account import Migration, get, leaves, migrated_yaml
+from trtspec.trtllm.facts import versions_for
 from trtspec.trtllm.lint import with_gpu_rules
 from trtspec.trtllm.migrate import TARGETS, migrate
+from trtspec.trtllm.plan import plan_commands
 from trtspec.versions import parse_range, range_text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,6 +73,10 @@ def test_every_shipped_recipe_migrates_lints_and_is_accounted_for(
     assert checked.recipe == migration.recipe
     assert migration.recipe.backend.kind == to
     assert problems(migration) == []
+    if to != "embedded":
+        versions = versions_for(to, parse_range(migration.recipe.backend.version))  # type: ignore[union-attr]
+        assert all(plan_commands(migration.recipe, version).commands for version in versions)
+        assert versions
 
 
 def test_all_shipped_recipes_were_tried() -> None:
