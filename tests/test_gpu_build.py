@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from trtspec.build import build
 from trtspec.cli import main
 from trtspec.errors import InputError, MissingError
 from trtspec.gpu_plan import ENGINE_MOUNT, engine_plan, read_rendered, render_script_plan
+from trtspec.process import ChildFailed
 
 RECIPE = """\
 version: 1
@@ -181,3 +184,95 @@ def test_paths_of_an_engine_lie_below_its_mount(folder: Path) -> None:
     plan = engine_plan(folder / "recipe.yaml")
     assert plan.model == f"{ENGINE_MOUNT}/baseline"
     assert not any("${" in text for name, text in plan.files.items() if name.endswith(".yaml"))
+
+
+# --------------------------------------------------------------------------- where trtllm-build is installed
+
+_BUILD = """\
+#!/bin/bash
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --output_dir) mkdir -p "$2"; echo "$BUILT" > "$2/config.json"; echo engine > "$2/rank0.engine" ;;
+    --calib_dataset) cp "$2/train.jsonl" "$CALIBRATED" ;;
+  esac
+  shift
+done
+"""
+_PYTHON = """\
+#!/bin/bash
+case "$1" in
+  -c) echo "$VERSION" ;;
+  -) exec "$REAL_PYTHON" "$@" ;;
+  *) exec trtllm-build "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for TensorRT-LLM 1.2.1's package and tools on this machine; what they calibrated on."""
+    tools, examples, site = tmp_path / "bin", tmp_path / "examples", tmp_path / "site"
+    for folder in (tools, examples, site / "tensorrt_llm-1.2.1.dist-info"):
+        folder.mkdir(parents=True)
+    (site / "tensorrt_llm-1.2.1.dist-info" / "METADATA").write_text("Name: tensorrt_llm\nVersion: 1.2.1\n")
+    for name, text in (("trtllm-build", _BUILD), ("python3", _PYTHON)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.syspath_prepend(site)
+    variables = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "TRTLLM_EXAMPLES_DIR": str(examples),
+        "VERSION": "1.2.1",
+        "REAL_PYTHON": sys.executable,
+        "BUILT": '{"build_config": {"max_draft_len": 4, "max_batch_size": 4}}',
+        "CALIBRATED": str(tmp_path / "calibrated.jsonl"),
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("trtspec.build.CHILD_ENVIRONMENT", dict(os.environ))
+    return tmp_path / "calibrated.jsonl"
+
+
+def test_with_trtllm_build_an_engine_is_built_and_sealed(
+    folder: Path, nvidia: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "quantized.yaml"
+    calibrated = "quantization: {kind: fp8, kv_cache: fp8, calibration: {num_samples: 4}}\n"
+    path.write_text(RECIPE.replace("pytorch", "tensorrt") + calibrated)
+    built = build(path, tmp_path / "engines")
+    opened = artifact.open_artifact(built.folder, check_hashes=True)
+    assert [step.name for step in opened.manifest.steps] == ["import", "engine", "render", "check"]
+    assert opened.manifest.tools["tensorrt_llm"] == "1.2.1"
+    made = {name for name in opened.manifest.files if name.startswith("built/")}
+    assert made == {"built/engine/config.json", "built/engine/rank0.engine"}, "no checkpoints, no texts"
+    texts = [json.loads(line)["text"] for line in nvidia.read_text().splitlines()]
+    assert len(texts) == 65, "the recipe's own calibration texts"
+    rendered = read_rendered(opened)
+    assert rendered is not None
+    assert rendered.label == "engine built by TensorRT-LLM 1.2.1; not served here"
+    assert run("inspect", built.folder) == 0
+    assert rendered.label in capsys.readouterr().out
+    again = build(path, tmp_path / "engines")
+    assert again.up_to_date
+    path.write_text(path.read_text().replace("kv_cache: fp8", "kv_cache: none"))
+    assert not build(path, tmp_path / "engines").up_to_date
+
+
+def test_an_engine_that_came_out_otherwise_is_not_sealed(
+    folder: Path, nvidia: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    less = '{"build_config": {"max_draft_len": 0, "max_batch_size": 4}}'
+    monkeypatch.setattr("trtspec.build.CHILD_ENVIRONMENT", {**os.environ, "BUILT": less})
+    with pytest.raises(ChildFailed, match="max_draft_len is 0, wanted 4"):
+        build(folder / "engine.yaml", tmp_path / "engines")
+    assert not (tmp_path / "engines" / "tiny").exists()
+
+
+def test_another_version_than_the_installed_one_is_not_built(
+    folder: Path, nvidia: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MissingError, match=r"TensorRT-LLM 1.1.0: this machine has 1.2.1"):
+        build(folder / "engine.yaml", tmp_path / "engines", version="1.1.0")
+    monkeypatch.setenv("TRTLLM_EXAMPLES_DIR", str(tmp_path / "none"))
+    with pytest.raises(MissingError, match="set TRTLLM_EXAMPLES_DIR"):
+        build(folder / "engine.yaml", tmp_path / "engines")

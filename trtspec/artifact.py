@@ -9,6 +9,7 @@
     ├── draft/          the draft model; only when the recipe drafts with one
     ├── heads/          the trained draft heads; only when the recipe drafts with some
     ├── trtllm/         TensorRT-LLM's options and Triton repository; only for GPU backends
+    ├── built/          what trtllm-build made: engine/, draft_engine/; only for backend tensorrt
     └── corpus/         the store of a corpus for n-gram drafting; only when the recipe names one
 
 Sizes and names are checked on every opening (they cost a ``stat`` each); contents on request, because
@@ -46,7 +47,8 @@ DRAFT_DIR = "draft"
 HEADS_DIR = "heads"
 CORPUS_DIR = "corpus"
 TRTLLM_DIR = "trtllm"
-MODEL_DIRS = (BASELINE_DIR, TARGET_DIR, DRAFT_DIR, HEADS_DIR, CORPUS_DIR, TRTLLM_DIR)
+BUILT_DIR = "built"
+MODEL_DIRS = (BASELINE_DIR, TARGET_DIR, DRAFT_DIR, HEADS_DIR, CORPUS_DIR, TRTLLM_DIR, BUILT_DIR)
 """Folders of an engine that a build makes and an engine loads from."""
 REPORT_FILE = "quantization_report.json"
 

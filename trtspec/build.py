@@ -34,7 +34,18 @@ from trtspec.artifact import (
 from trtspec.errors import EXIT_GATE_FAILED, InputError, MissingError, Problem
 from trtspec.model_check import check_weight_values
 from trtspec.modelspec import check_weight_files, read_modelspec
-from trtspec.plan import ENGINES_DIR, LOG_FILE, SOURCE_RECORD, STEPS_DIR, Plan, Say, Step, make_plan
+from trtspec.plan import (
+    ENGINE_SCRIPT,
+    ENGINES_DIR,
+    LOG_FILE,
+    SOURCE_RECORD,
+    STEPS_DIR,
+    Plan,
+    Step,
+    make_plan,
+)
+from trtspec.plan_inputs import Say
+from trtspec.quantize.calibration import plain_texts
 from trtspec.recipe_facts import Fidelity, fidelity
 from trtspec.recipe_file import recipe_digest
 from trtspec.user_files import explain_os_error, sync_folder, write_atomic
@@ -349,6 +360,8 @@ def _do(plan: Plan, step: Step, on_progress: OnProgress) -> StepRecord:
             _import(*plan.imports[name], step.output)
         case "quantize" | "quantize-draft" | "corpus":
             _run_child(plan, step, on_progress)
+        case "engine":
+            _build_engine(plan, step, on_progress)
         case "render":
             _write_rendered(plan)
         case "check":
@@ -393,6 +406,21 @@ def _import(folder: Path, source: Source, output: Path) -> None:
         swap.link_or_copy(folder / name, output / name)
 
 
+def _build_engine(plan: Plan, step: Step, on_progress: OnProgress) -> None:
+    """Run the engine's script; its checkpoints and texts are of no use once the engine is there."""
+    assert plan.engine is not None
+    assert step.output is not None
+    texts = step.output / "texts"
+    texts.mkdir(parents=True)
+    if plan.engine.calibration is not None:
+        rows = [json.dumps({"text": text}) + "\n" for text in plain_texts(plan.engine.calibration)]
+        (texts / "train.jsonl").write_text("".join(rows), encoding="utf-8")
+    (plan.work / ENGINE_SCRIPT).write_text(plan.engine.script, encoding="utf-8")
+    _run_child(plan, step, on_progress)
+    for name in ("target", "draft", "texts"):
+        shutil.rmtree(step.output / name, ignore_errors=True)
+
+
 def _write_rendered(plan: Plan) -> None:
     assert plan.rendered is not None
     for name, text in plan.rendered.items():
@@ -413,7 +441,7 @@ def _run_child(plan: Plan, step: Step, on_progress: OnProgress) -> None:
 def _check_models(plan: Plan) -> None:
     """What quantizing must not change, compared with the sources; InputError with all differences."""
     problems = _changes(plan.source_dir, plan.source, plan.work / plan.target)
-    if plan.draft is not None:
+    if plan.draft is not None and plan.engine is None:
         problems += _changes(plan.draft.folder, plan.draft.source, plan.work / DRAFT_DIR)
     if problems:
         raise InputError(problems)

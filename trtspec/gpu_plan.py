@@ -3,24 +3,34 @@
 :func:`render_script_plan` renders what a user runs in NVIDIA's container. A ``pytorch`` recipe can also be
 *built* here: its weights are quantized on this machine, and :func:`engine_files` are sealed beside them, with
 paths below :data:`ENGINE_MOUNT`, where the container sees the engine folder. What was never run says so.
+Where ``trtllm-build`` is installed, a ``tensorrt`` recipe is built by the script that is printed elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shlex
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
-from trtspec.artifact import BASELINE_DIR, DRAFT_DIR, HEADS_DIR, TRTLLM_DIR, Artifact
+from trtspec.artifact import BASELINE_DIR, BUILT_DIR, DRAFT_DIR, HEADS_DIR, TRTLLM_DIR, Artifact
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.hardware import Gpu
 from trtspec.model_source import find_model
 from trtspec.recipe import MedusaSpeculation, PytorchBackend, Recipe, TensorrtBackend
 from trtspec.recipe_file import lint
 from trtspec.trtllm.draft_weights import inspect_draft_weights
+from trtspec.trtllm.facts import load_facts
 from trtspec.trtllm.lint import models_of, with_gpu_rules
+from trtspec.trtllm.llm_api import is_quantized
 from trtspec.trtllm.plan import Paths, TrtllmPlan, choose_version, label, plan_commands
+from trtspec.trtllm.script import EXAMPLES_DIR, render_script
 from trtspec.user_files import read_user_json
 
 ENGINE_MOUNT = "/engine"
@@ -37,7 +47,8 @@ class Rendered:
     label: str
     container: str
     serve: tuple[str, ...]
-    """``trtllm-serve`` with its arguments, for a container that sees the engine at :data:`ENGINE_MOUNT`."""
+    """``trtllm-serve`` with its arguments, for a container that sees the engine at :data:`ENGINE_MOUNT`;
+    empty for engines of ``trtllm-build``, which Triton serves."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -58,13 +69,14 @@ def render_script_plan(path: Path, version: str | None = None, gpu: Gpu | None =
 
 
 def engine_plan(path: Path, version: str | None = None) -> TrtllmPlan:
-    """The plan of the ``pytorch`` recipe in the file ``path``, with paths inside a built engine."""
+    """The plan of the recipe in the file ``path``, with paths inside a built engine."""
     recipe, version = _checked(path, version, None)
+    engine = isinstance(recipe.backend, TensorrtBackend)
     paths = Paths(
         model=f"{ENGINE_MOUNT}/{BASELINE_DIR}",
         draft=f"{ENGINE_MOUNT}/{DRAFT_DIR}",
         heads=f"{ENGINE_MOUNT}/{HEADS_DIR}",
-        work=ENGINE_MOUNT,
+        work=f"{ENGINE_MOUNT}/{BUILT_DIR}" if engine else ENGINE_MOUNT,
         files=f"{ENGINE_MOUNT}/{TRTLLM_DIR}",
     )
     return _planned(recipe, path, version, paths, None)
@@ -110,14 +122,16 @@ def _in_file(problem: Problem, path: Path) -> Problem:
 
 def engine_files(plan: TrtllmPlan) -> dict[str, str]:
     """The texts of the engine's folder ``trtllm`` by their paths in it."""
-    assert plan.serve is not None
+    engine = isinstance(plan.recipe.backend, TensorrtBackend)
     rendered = {
         "schema": "trtspec.rendered/1",
         "tensorrt_llm": plan.version,
-        "label": label(plan.version),
+        "label": f"engine built by TensorRT-LLM {plan.version}; not served here"
+        if engine
+        else label(plan.version),
         "container": plan.container,
         "mounted_at": ENGINE_MOUNT,
-        "serve": list(plan.serve.argv),
+        "serve": list(plan.serve.argv) if plan.serve else [],
         "notes": list(plan.notes),
         "warnings": list(plan.warnings),
     }
@@ -151,11 +165,67 @@ def how_to_serve(rendered: Rendered, folder: Path) -> str:
     return f"docker run --rm --gpus all --ipc host --network host -v {mount} TENSORRT_LLM_IMAGE {command}"
 
 
+# --------------------------------------------------------------------------- trtllm-build on this machine
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """The script that makes the engine, and the values of its variables but WORK_DIR and CALIB_DATASET."""
+
+    version: str
+    script: str
+    folders: Mapping[str, str]
+    calibration: str | None
+    """The recipe's calibration texts, ``builtin`` or a file; None where nothing is calibrated."""
+
+
+def engine_build(path: Path, version: str | None, folders: Mapping[str, Path]) -> EngineBuild:
+    """How ``trtllm-build`` of this machine builds the ``tensorrt`` recipe in the file ``path``.
+
+    ``folders``: MODEL_DIR and, if the recipe needs them, DRAFT_DIR and HEADS_DIR. Raises MissingError if the
+    TensorRT-LLM that is installed is none of the known versions, is another than ``version``, or has no
+    examples folder (``TRTLLM_EXAMPLES_DIR``, else where NVIDIA's container has it).
+    """
+    installed = _installed_version()
+    if version is not None and load_facts(version).version != installed:
+        message = f"TensorRT-LLM {version}: this machine has {installed or 'none'}; choose that, or --dry-run"
+        raise MissingError(message)
+    examples = Path(os.environ.get("TRTLLM_EXAMPLES_DIR") or EXAMPLES_DIR)
+    if not examples.is_dir():
+        raise MissingError(
+            f"{examples}: TensorRT-LLM's examples, which hold the scripts that convert and quantize, are not "
+            "there; set TRTLLM_EXAMPLES_DIR"
+        )
+    plan = render_script_plan(path, installed)
+    quantizations = [plan.recipe.quantization, getattr(plan.recipe.speculation, "quantization", None)]
+    asked = {q.calibration.data for q in quantizations if not isinstance(q, str | None) and is_quantized(q)}
+    if len(asked) > 1:
+        message = "target and draft of an engine are calibrated on one set of texts; name the same"
+        raise InputError(Problem(message, str(path), key="speculation.quantization.calibration.data"))
+    texts = asked.pop() if asked else None
+    return EngineBuild(
+        version=plan.version,
+        script=render_script(replace(plan, files={})),
+        folders={"EXAMPLES_DIR": str(examples), **{name: str(folder) for name, folder in folders.items()}},
+        calibration=texts if texts in (None, "builtin") else str(path.resolve().parent / texts),
+    )
+
+
+def _installed_version() -> str:
+    for name in ("tensorrt_llm", "tensorrt-llm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return re.split(r"\.post|\+", metadata.version(name))[0]
+    raise MissingError(
+        "trtllm-build is installed and Python's package tensorrt_llm is not, so its version is not known; "
+        "run trtspec in TensorRT-LLM's own environment"
+    )
+
+
 def refuse_building(recipe: Recipe, path: Path) -> None:
     """MissingError for what this machine cannot build of a GPU recipe, with the way that it can be."""
     command = f"trtspec build {shlex.quote(str(path))} --dry-run"
     remedy = f"{command} prints the script that does it in NVIDIA's container"
-    if isinstance(recipe.backend, TensorrtBackend):
+    if isinstance(recipe.backend, TensorrtBackend) and shutil.which("trtllm-build") is None:
         raise MissingError(
             "backend.kind: tensorrt: an engine is made by trtllm-build (TensorRT-LLM 1.2.1 or older) on the "
             f"GPU that runs it, and that is not here; {remedy}"

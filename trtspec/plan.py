@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trtspec import artifact
 from trtspec.artifact import (
     BASELINE_DIR,
+    BUILT_DIR,
     CORPUS_DIR,
     DRAFT_DIR,
     HEADS_DIR,
@@ -25,40 +24,51 @@ from trtspec.artifact import (
     Source,
     json_digest,
 )
-from trtspec.errors import InputError, MissingError, Problem, TrtspecError
-from trtspec.gpu_plan import engine_files, engine_plan, is_for_gpu, refuse_building
+from trtspec.errors import InputError, Problem, TrtspecError
+from trtspec.gpu_plan import (
+    EngineBuild,
+    engine_build,
+    engine_files,
+    engine_plan,
+    is_for_gpu,
+    refuse_building,
+)
 from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
-from trtspec.modelspec import read_modelspec
-from trtspec.quantize.calibration import read_samples
+from trtspec.plan_inputs import (
+    TOKENIZER_FILES,
+    CorpusFile,
+    DraftModel,
+    Say,
+    TrainedHeads,
+    file_digest,
+    find_corpus,
+    find_draft,
+    find_heads,
+    hashed,
+    is_quantized,
+    model_files,
+    resolve_calibration,
+)
 from trtspec.recipe import (
-    DraftModelSpeculation,
-    Eagle3Speculation,
-    EagleSpeculation,
-    MedusaSpeculation,
-    NgramSpeculation,
     NoQuantization,
     Quantization,
     Recipe,
+    TensorrtBackend,
 )
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
-from trtspec.text import Tokenizer, same_tokenizer
-from trtspec.trtllm.draft_weights import inspect_draft_weights
-from trtspec.user_files import open_user_file, user_path
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
 """Records of finished steps, in the work folder."""
 SOURCE_RECORD = "source.json"
+ENGINE_SCRIPT = ".build.sh"
+"""The script that builds a tensorrt recipe's engine, in the work folder and then in the engine."""
 LOG_FILE = ".build.log"
 """What the steps' tools said, in the work folder and then in the engine."""
 
-_MODEL_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
-_LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE")
 # The tools whose version is part of the quantized weights' identity.
 _QUANTIZING_TOOLS = ("trtspec", "torch", "modelopt", "transformers")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -74,35 +84,6 @@ class Step:
     """Of all inputs; equal digests mean interchangeable outputs."""
     output: Path | None
     """The folder it makes; None for a step that only looks."""
-
-
-@dataclass(frozen=True)
-class DraftModel:
-    """The draft model of a recipe that drafts with one, as found on this machine."""
-
-    folder: Path
-    source: Source
-    quantization: Quantization
-    quantization_json: str
-    calibration_digest: str | None
-
-
-@dataclass(frozen=True)
-class TrainedHeads:
-    """The trained draft heads of a recipe that drafts with some, as found on this machine."""
-
-    folder: Path
-    source: Source
-
-
-@dataclass(frozen=True)
-class CorpusFile:
-    """The texts that an n-gram recipe looks up besides the sequence."""
-
-    path: Path
-    sha256: str
-    min_ngram: int
-    min_count: int
 
 
 @dataclass(frozen=True)
@@ -125,10 +106,13 @@ class Plan:
     corpus: CorpusFile | None = None
     rendered: Mapping[str, str] | None = None
     """For GPU backends: the texts of the engine's folder trtllm, by their paths in it."""
+    engine: EngineBuild | None = None
+    """For the backend tensorrt: how trtllm-build makes the engine."""
 
     @property
     def target(self) -> str:
-        return TARGET_DIR if is_quantized(self.recipe.quantization) else BASELINE_DIR
+        quantized_here = self.engine is None and is_quantized(self.recipe.quantization)
+        return TARGET_DIR if quantized_here else BASELINE_DIR
 
     @property
     def imports(self) -> dict[str, tuple[Path, Source]]:
@@ -141,27 +125,11 @@ class Plan:
         return found
 
 
-def is_quantized(quantization: Quantization) -> bool:
-    """Whether the target's folder differs from the source: weights or KV cache are quantized."""
-    return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
-
-
 def refuse_unsupported(recipe: Recipe, file: Path = Path("RECIPE")) -> None:
     """Raise MissingError for what this machine cannot build of a recipe for a GPU. What no version can run,
     the recipe's rules have refused before."""
     if is_for_gpu(recipe):
         refuse_building(recipe, file)
-
-
-def model_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint folder that an engine keeps: config, weights, tokenizer, licence."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file()
-        and not path.name.startswith(".")
-        and (path.suffix in _MODEL_SUFFIXES or path.name.upper().startswith(_LICENCE_NAMES))
-    )
 
 
 def plan_for(
@@ -176,6 +144,7 @@ def plan_for(
     heads: TrainedHeads | None = None,
     corpus: CorpusFile | None = None,
     rendered: Mapping[str, str] | None = None,
+    engine: EngineBuild | None = None,
     python: str = sys.executable,
 ) -> tuple[Step, ...]:
     """The steps that build ``recipe`` in the folder ``work``. Pure: reads and writes nothing.
@@ -184,7 +153,7 @@ def plan_for(
     """
     baseline = checked = work / BASELINE_DIR
     steps = [_import_step("import", source, baseline)]
-    if is_quantized(recipe.quantization):
+    if is_quantized(recipe.quantization) and engine is None:
         checked = work / TARGET_DIR
         argv = (python, "-m", "trtspec.quantize", "--model", str(baseline), "--out", str(checked))
         steps.append(
@@ -198,6 +167,12 @@ def plan_for(
         )
     depends: dict[str, str] = {"step": "check", "of": steps[-1].digest}
     also = ""
+    if engine is not None:
+        inputs = (source, draft.source if draft else None, heads.source if heads else None)
+        steps.append(
+            _engine_step(engine, [found.digest for found in inputs if found], calibration_digest, work)
+        )
+        draft = heads = None  # they are in the engine
     if draft is not None:
         steps.append(_draft_step(draft, source, tools, work, python))
         depends["draft"] = steps[-1].digest
@@ -263,11 +238,29 @@ def _corpus_step(corpus: CorpusFile, source: Source, model: Path, output: Path, 
                 "step": "corpus",
                 "data": corpus.sha256,
                 "suffix": corpus.path.suffix,
-                "tokenizer": [_sha256(source, name) for name in _TOKENIZER_FILES],
+                "tokenizer": [file_digest(source, name) for name in TOKENIZER_FILES],
                 "sizes": sizes,
             }
         ),
         output=output,
+    )
+
+
+def _engine_step(
+    engine: EngineBuild, inputs: Sequence[str], calibration_digest: str | None, work: Path
+) -> Step:
+    """The script that a dry run prints, run here: convert or quantize, ``trtllm-build``, read back."""
+    built = work / BUILT_DIR
+    folders = {**engine.folders, "WORK_DIR": str(built), "CALIB_DATASET": str(built / "texts")}
+    variables = [f"{name}={folder}" for name, folder in folders.items()]
+    return Step(
+        name="engine",
+        what=f"run {ENGINE_SCRIPT} with TensorRT-LLM {engine.version}, to {built}",
+        argv=("env", *variables, "bash", str(work / ENGINE_SCRIPT)),
+        digest=json_digest(
+            {"step": "engine", "script": engine.script, "of": list(inputs), "texts": calibration_digest}
+        ),
+        output=built,
     )
 
 
@@ -337,12 +330,20 @@ def make_plan(
     seen = known is not None and artifact.is_unchanged(source_dir, model_files(source_dir), known)
     if not seen and (problems := check_model_folder(source_dir).problems):
         raise InputError(problems)
-    source = _hashed(source_dir, known, say)
-    draft = _draft_model(recipe, base, source_dir, source, folder, say)
-    heads = _trained_heads(recipe, base, source_dir, say)
-    corpus = _corpus_file(recipe, base)
-    quantization, calibration_digest = _resolve_calibration(recipe.quantization, base, "quantization")
+    source = hashed(source_dir, known, say)
+    draft = find_draft(recipe, base, source_dir, source, folder, say)
+    heads = find_heads(recipe, base, source_dir, say)
+    corpus = find_corpus(recipe, base)
+    quantization, calibration_digest = resolve_calibration(recipe.quantization, base, "quantization")
     tools = artifact.tool_versions()
+    engine = None
+    if isinstance(recipe.backend, TensorrtBackend):
+        folders = {"MODEL_DIR": (work / BASELINE_DIR).resolve()}
+        folders |= {"DRAFT_DIR": draft.folder} if draft else {}
+        folders |= {"HEADS_DIR": heads.folder} if heads else {}
+        engine = engine_build(recipe_path, version, folders)
+        tools["tensorrt_llm"] = engine.version
+        calibration_digest = calibration_digest or (draft.calibration_digest if draft else None)
     steps = plan_for(
         recipe,
         source=source,
@@ -354,6 +355,7 @@ def make_plan(
         heads=heads,
         corpus=corpus,
         rendered=rendered,
+        engine=engine,
     )
     return Plan(
         recipe=recipe,
@@ -369,92 +371,8 @@ def make_plan(
         heads=heads,
         corpus=corpus,
         rendered=rendered,
+        engine=engine,
     )
-
-
-def _corpus_file(recipe: Recipe, base: Path) -> CorpusFile | None:
-    speculation = recipe.speculation
-    if not isinstance(speculation, NgramSpeculation) or speculation.corpus is None:
-        return None
-    try:
-        path = (base / user_path(speculation.corpus)).resolve()
-        os.close(open_user_file(path))
-    except InputError as error:
-        problems = [Problem(found.message, found.file, key="speculation.corpus") for found in error.problems]
-        raise InputError(problems) from None
-    digest = artifact.file_sha256(path)
-    return CorpusFile(path, digest, speculation.min_ngram, speculation.corpus_min_count)
-
-
-def _trained_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> TrainedHeads | None:
-    """The recipe's trained heads, found, held against the target and hashed."""
-    speculation = recipe.speculation
-    if not isinstance(speculation, MedusaSpeculation | EagleSpeculation | Eagle3Speculation):
-        return None
-    from trtspec.embedded.heads import head_files
-    from trtspec.embedded.heads_opening import heads_problems
-
-    folder = resolve_model(speculation.heads, base)
-    if is_for_gpu(recipe):
-        weights = inspect_draft_weights(folder, speculation.kind, read_modelspec(target_dir)).file
-        return TrainedHeads(folder, _hashed_files(folder, [folder / "config.json", weights], None, say))
-    if problems := heads_problems(speculation, folder, read_modelspec(target_dir)):
-        raise InputError(problems)
-    licences = [path for path in model_files(folder) if path.name.upper().startswith(_LICENCE_NAMES)]
-    return TrainedHeads(folder, _hashed_files(folder, [*head_files(folder), *licences], None, say))
-
-
-def _hashed(folder: Path, known: Source | None, say: Say) -> Source:
-    """The checkpoint's files with their hashes; those that ``known`` has and did not change are not read."""
-    return _hashed_files(folder, model_files(folder), known, say)
-
-
-def _hashed_files(folder: Path, files: Sequence[Path], known: Source | None, say: Say) -> Source:
-    if known is None:
-        size = sum(path.stat().st_size for path in files)
-        say(f"hashing {len(files)} source files ({size / 1e6:.0f} MB)")
-    try:
-        return artifact.hash_source(folder, files, known)
-    except OSError as error:
-        message = f"{error.filename}: cannot be read: {error.strerror}; give permission to read it"
-        raise MissingError(message) from None
-
-
-def _draft_model(
-    recipe: Recipe, base: Path, target_dir: Path, target: Source, engine: Path, say: Say
-) -> DraftModel | None:
-    """The recipe's draft model, found, hashed and held against the target's tokenizer."""
-    speculation = recipe.speculation
-    if not isinstance(speculation, DraftModelSpeculation):
-        return None
-    folder = resolve_model(speculation.model.source, base, speculation.model.revision)
-    if problems := check_model_folder(folder).problems:
-        raise InputError(problems)
-    known = target if folder == target_dir else None
-    if known is None:
-        with contextlib.suppress(TrtspecError, OSError):
-            known = artifact.read_manifest(engine).draft_source
-    source = _hashed(folder, known, say)
-    if any(_sha256(source, name) != _sha256(target, name) for name in _TOKENIZER_FILES):
-        differences = same_tokenizer(Tokenizer.load(target_dir), Tokenizer.load(folder))
-        if differences:
-            remedy = "a draft needs the target's own tokenizer; choose a smaller model of its family"
-            raise InputError(
-                [
-                    Problem(f"{difference}; {remedy}", file=str(folder), key="speculation.model.source")
-                    for difference in differences
-                ]
-            )
-    quantization = speculation.quantization
-    as_json, digest = _resolve_calibration(quantization, base, "speculation.quantization")
-    return DraftModel(folder, source, quantization, as_json, digest)
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-
-
-def _sha256(source: Source, name: str) -> str | None:
-    return source.files[name].sha256 if name in source.files else None
 
 
 def _known_source(folder: Path, work: Path) -> Source | None:
@@ -464,26 +382,3 @@ def _known_source(folder: Path, work: Path) -> Source | None:
     with contextlib.suppress(OSError, ValueError):
         return Source.model_validate_json((work / STEPS_DIR / SOURCE_RECORD).read_bytes())
     return None
-
-
-def _resolve_calibration(quantization: Quantization, base: Path, key: str) -> tuple[str, str | None]:
-    """The quantization as JSON with an absolute calibration file, and the digest of that file."""
-    value = quantization.model_dump(mode="json")
-    if not is_quantized(quantization):
-        return json.dumps(value), None
-    data = quantization.calibration.data
-    if data == "builtin":
-        path = Path(__file__).parent / "data" / "calibration.jsonl"
-    else:
-        try:
-            path = base / user_path(data)
-            read_samples(str(path))  # before anything is made, and with the lines of the bad texts
-        except InputError as error:
-            found = [
-                Problem(problem.message, problem.file, problem.line, key=f"{key}.calibration.data")
-                for problem in error.problems
-            ]
-            raise InputError(found) from None
-        path = path.resolve()
-        value["calibration"]["data"] = str(path)
-    return json.dumps(value), artifact.file_sha256(path)

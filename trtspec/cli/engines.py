@@ -192,8 +192,10 @@ def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, c
     rendered = read_rendered(artifact)
     if rendered is not None:
         rows.append(("TensorRT-LLM", rendered.label))
-        rows.append(("container", f"{rendered.container} of NVIDIA's registry, TENSORRT_LLM_IMAGE below"))
-        rows.append(("serve it with", how_to_serve(rendered, artifact.folder)))
+        if rendered.serve:
+            rows.append(("container", f"{rendered.container} of NVIDIA's registry, TENSORRT_LLM_IMAGE below"))
+            rows.append(("serve it with", how_to_serve(rendered, artifact.folder)))
+        rows.append(("with Triton", f"trtspec serve {artifact.folder} --dry-run"))
         rows += [("warning", text) for text in rendered.warnings]
         rows += [("note", text) for text in rendered.notes]
     if sizes["target"]:

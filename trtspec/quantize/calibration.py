@@ -64,6 +64,16 @@ def read_samples(data: str) -> list[Sample]:
     return samples
 
 
+def plain_texts(data: str) -> list[str]:
+    """The samples of :func:`read_samples` as texts, a conversation's messages one after the other."""
+    return [
+        sample.text
+        if sample.text is not None
+        else "\n\n".join(message["content"] for message in sample.messages or ())
+        for sample in read_samples(data)
+    ]
+
+
 def _parse(line: str) -> Sample:
     try:
         value = parse_json(line)

@@ -134,8 +134,9 @@ def _draft_source(recipe: Recipe) -> str:
 
 def _heads_source(recipe: Recipe) -> str:
     speculation = recipe.speculation
-    with_heads = isinstance(speculation, MedusaSpeculation | EagleSpeculation | Eagle3Speculation)
-    return speculation.heads if with_heads else ""
+    if isinstance(speculation, MedusaSpeculation | EagleSpeculation | Eagle3Speculation):
+        return speculation.heads
+    return ""
 
 
 def _version_check(plan: TrtllmPlan) -> list[str]:
