@@ -215,7 +215,7 @@ def openvino(options: dict[str, Any]) -> Loaded:
     import openvino_genai as library
 
     scheduler = library.SchedulerConfig()
-    scheduler.cache_size = 2  # GB
+    scheduler.cache_size = options["kv_gib"]
     scheduler.enable_prefix_caching = False
     scheduler.max_num_seqs = options["max_batch"]
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"])}

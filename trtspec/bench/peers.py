@@ -12,6 +12,7 @@ from typing import Any
 from trtspec.artifact import Artifact
 from trtspec.bench import installed
 from trtspec.bench import peer as peer_script
+from trtspec.modelspec import read_modelspec
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.user_files import read_user_json
 
@@ -90,6 +91,13 @@ def _dtype(recipe: Recipe) -> str:
     return getattr(recipe.backend, "dtype", "bfloat16")
 
 
+def _kv_gib(artifact: Artifact, batches: Sequence[int]) -> int:
+    """GiB of 16-bit KV cache, rounded up, for the largest batch of the longest sequences."""
+    spec = read_modelspec(artifact.baseline_dir)
+    per_token = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    return -(-per_token * max(batches) * artifact.recipe.limits.max_seq_tokens // 2**30)
+
+
 def _transformers(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
     limits = artifact.recipe.limits
     dtype = _dtype(artifact.recipe)
@@ -141,7 +149,7 @@ def _vllm(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
     threads = threads_of(recipe)
     cores = sorted(os.sched_getaffinity(0))[:threads]
     env = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": str(_kv_gib(artifact, batches)),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -187,7 +195,7 @@ def _openvino(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
     absent = "" if python else installed.how_to("openvino")
     if not absent and gguf is None:
         absent = f"it reads GGUF here, and of {artifact.recipe.model.source} there is none"
-    options = {"gguf": str(gguf), "max_batch": max(batches)}
+    options = {"gguf": str(gguf), "max_batch": max(batches), "kv_gib": _kv_gib(artifact, batches)}
 
     def peer(name: str, more: Mapping[str, Any], note: str, *, speculates: bool = False) -> Peer:
         return Peer(
