@@ -84,6 +84,8 @@ def serve(
     Tensors and meanings are those of NVIDIA's Triton model for TensorRT-LLM's LLM API. When the server is
     ready, one short request is sent through it and its acceptance printed. The first Ctrl-C (or SIGTERM)
     lets requests in flight finish, the second stops at once.
+
+    Engines of GPU backends are served in NVIDIA's container; --dry-run prints their files and the command.
     """
     from trtspec.artifact import open_artifact
     from trtspec.recipe_facts import describe_acceptance, fidelity
