@@ -22,7 +22,7 @@ from trtspec.embedded.drafters.corpus import Corpus, build_corpus
 from trtspec.embedded.drafters.lookahead import LookaheadDrafter
 from trtspec.embedded.drafters.ngram import NgramDrafter
 from trtspec.embedded.sampling import Draw, TargetLaw
-from trtspec.embedded.tree import Draft, path_to
+from trtspec.embedded.tree import Draft, path_to, subset
 from trtspec.engine import Request, Sampling, generate
 
 Make = Callable[[], Drafter]
@@ -53,7 +53,8 @@ def make(request: pytest.FixtureRequest, corpus: Corpus) -> Make:
 
 
 @pytest.mark.parametrize(
-    ("page_tokens", "rows", "prefix_cache"), [(1, 7, True), (16, 1024, True), (4, 64, False)]
+    ("page_tokens", "rows", "prefix_cache"),
+    [(1, 7, True), (16, 1024, True), (4, 64, False), (1, 1024, False), (16, 7, False)],
 )
 def test_greedy_tokens_are_the_references(
     make: Make, page_tokens: int, rows: int, prefix_cache: bool
@@ -190,6 +191,35 @@ def test_the_size_is_tensorrt_llms() -> None:
     # The window fills level by level: W - 1, 2 W - 1, then 3 W - 1 nodes, and pool n-grams beside them.
     assert sizes[:3] == [2, 5, 8]
     assert max(sizes) <= drafter.max_nodes
+
+
+def test_a_window_whose_candidates_were_cut_reads_its_own_rows() -> None:
+    """Adaptive drafting takes candidates out in front of the window: the same guesses, if it says so."""
+
+    def windows(cutting: bool, telling: bool) -> list[list[list[int]]]:
+        drafter, found = LookaheadDrafter(3, 4, 3), []
+        tokens = [5, 6, 7, 5, 8, 9, 5]
+        for _ in range(12):
+            view = DraftView("a", list(tokens), 40, max_nodes=60)
+            [draft] = drafter.propose([view])
+            needed: set[int] = set()
+            for node in drafter.window_nodes("a"):
+                needed |= set(path_to(draft, node))
+            kept = sorted(needed) if cutting else list(range(len(draft)))
+            if telling:
+                drafter.cut("a", draft, kept)
+            seen = subset(draft, kept)
+            read = [-1, *(node for node in range(len(seen)) if node not in seen.silent)]
+            paths = [[*tokens, *(seen.tokens[at] for at in path_to(seen, node))] for node in read]
+            said = [sum(7 * token for token in path[-4:]) % 12 for path in paths]
+            drafter.observe([view], [None], [{}], [torch.eye(12)[said]])
+            found.append([list(level) for level in drafter._states["a"].levels])
+            tokens.append(said[0])
+        return found
+
+    whole = windows(cutting=False, telling=False)
+    assert windows(cutting=True, telling=True) == whole
+    assert windows(cutting=True, telling=False) != whole, "a drafter that is not told must be noticed"
 
 
 def test_jacobi_finds_ngrams_that_the_text_has_not() -> None:

@@ -98,6 +98,9 @@ class Watched:
     def cut(self, *arguments: Any) -> None:
         self.drafter.cut(*arguments)
 
+    def window_nodes(self, sequence_id: str) -> Any:
+        return self.drafter.window_nodes(sequence_id)
+
     def check_integrity(self) -> None:
         check = getattr(self.drafter, "check_integrity", None)
         if check is not None:
@@ -123,9 +126,9 @@ def walk(
     watched = Watched(kind, (make or SOUND[kind])(), chance, share)
     drafter: Any = watched
     if adaptive:
-        cut = watched.cut if kind == "lookahead" else None
+        windows = watched if kind == "lookahead" else None
         costly = "ngram" not in kind and kind != "lookahead"
-        drafter = Timed(watched, chance, costly=costly, on_cut=cut)
+        drafter = Timed(watched, chance, costly=costly, windows=windows)
     make_engine: Callable[..., EmbeddedEngine] = heads_engine if kind in HEADS else tiny_engine
     told = answer if kind in HEADS else functools.partial(expected, "llama")
     engine = make_engine(

@@ -139,7 +139,7 @@ def _drafter(
     """
     speculation = recipe.speculation
     drafter: Drafter
-    cut = None
+    windows: LookaheadDrafter | None = None
     costly = True
     match speculation:
         case NoSpeculation():
@@ -149,8 +149,8 @@ def _drafter(
             drafter = NgramDrafter(most, shortest, longest, branches=speculation.branches, corpus=corpus)
             costly = False
         case LookaheadSpeculation(window=window, ngram=ngram, verification_set=guesses):
-            drafter = lookahead = LookaheadDrafter(window, ngram, guesses)
-            cut, costly = lookahead.cut, False
+            drafter = windows = LookaheadDrafter(window, ngram, guesses)
+            costly = False
         case DraftModelSpeculation():
             drafter = _draft_model(recipe, speculation, target, num_pages, draft_dir)
         case MedusaSpeculation() | EagleSpeculation() | Eagle3Speculation():
@@ -158,7 +158,7 @@ def _drafter(
             drafter = heads_drafter(recipe, speculation, target, num_pages, heads_dir)
     if not speculation.adaptive:
         return drafter
-    return AdaptiveDrafter(drafter, costly=costly, on_cut=cut)
+    return AdaptiveDrafter(drafter, costly=costly, windows=windows)
 
 
 def _corpus(speculation: NgramSpeculation, corpus_dir: Path | None) -> Corpus | None:

@@ -28,6 +28,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -107,14 +108,25 @@ def kinds_of(draft: Draft) -> list[tuple[Kind, float]]:
     return found
 
 
+class Windows(Protocol):
+    """What is to be known of a drafter whose drafts hold more than candidates."""
+
+    def window_nodes(self, sequence_id: str) -> Sequence[int]:
+        """The nodes of the sequence's last draft that are of use together only."""
+        ...
+
+    def cut(self, sequence_id: str, draft: Draft, kept: Sequence[int]) -> None:
+        """Of the last ``draft`` the target will see the nodes ``kept`` only, ascending."""
+        ...
+
+
 class AdaptiveDrafter:
     """``inner`` with its drafts cut to what pays (:func:`best_nodes`), down to none.
 
     ``costly``: drafting takes time worth saving (a model, heads), so that the depth is chosen before the
-    drafter is asked. ``on_cut(id, draft, kept)`` tells a drafter that keeps account of its nodes which
-    the target will see. Times are read from ``clock``, in seconds. What is drafted depends on them, so it
-    differs from run to run; answers do not where acceptance is exact. ``num_held_back`` counts the rounds
-    without a draft because none would have paid.
+    drafter is asked. ``windows``: of a drafter that has nodes observed. Times are read from ``clock``, in
+    seconds. What is drafted depends on them, so it differs from run to run; answers do not where acceptance
+    is exact. ``num_held_back`` counts the rounds without a draft because none would have paid.
 
     Nodes to observe (lookahead's window) bring no token in their own round: their fruits are the candidates
     of later ones. A sequence's window is kept while the tokens that its drafts brought lately would, at the
@@ -126,7 +138,7 @@ class AdaptiveDrafter:
         inner: Drafter,
         *,
         costly: bool,
-        on_cut: Callable[[str, Draft, Sequence[int]], None] | None = None,
+        windows: Windows | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.inner = inner
@@ -136,7 +148,7 @@ class AdaptiveDrafter:
         self._levels = Acceptance()
         self._costs: dict[int, StepCost] = {}
         self._costly = costly
-        self._on_cut = on_cut
+        self._windows = windows
         self._clock = clock
         self._since_probe = 0
         self._seconds_since_probe = 0.0
@@ -250,8 +262,8 @@ class AdaptiveDrafter:
         self, sequences: Sequence[DraftView], drafts: Sequence[Draft], kept: Sequence[Sequence[int]]
     ) -> list[Draft]:
         for view, draft, nodes in zip(sequences, drafts, kept, strict=True):
-            if self._on_cut is not None and len(nodes) < len(draft):
-                self._on_cut(view.id, draft, nodes)
+            if self._windows is not None and len(nodes) < len(draft):
+                self._windows.cut(view.id, draft, nodes)
         return [subset(draft, nodes) for draft, nodes in zip(drafts, kept, strict=True)]
 
     def _values(self, view: DraftView, draft: Draft) -> list[float]:
@@ -267,15 +279,15 @@ class AdaptiveDrafter:
     ) -> list[list[int]]:
         """Of each draft its nodes to observe and the candidates that they hang on, where that pays."""
         windows: list[list[int]] = [[] for _ in drafts]
-        if not any(draft.num_observed for draft in drafts):
+        if self._windows is None:
             return windows
         rows = len(sequences)
         plain = rows / cost.at(rows)
         seconds = 0.0
         for at, (view, draft) in enumerate(zip(sequences, drafts, strict=True)):
             seconds = cost.at(rows + len(draft)) - cost.at(rows)
-            if draft.num_observed and self._brought.get(view.id, self._brings) >= plain * seconds:
-                windows[at] = _closed(draft, range(draft.num_candidates, len(draft)))
+            if self._brought.get(view.id, self._brings) >= plain * seconds:
+                windows[at] = _closed(draft, self._windows.window_nodes(view.id))
                 rows += len(windows[at])
         if rows == len(sequences) and self._may_probe(cost, rows, _WINDOW_ROUNDS * len(drafts[-1]), 0.0):
             self._brought, self._brings = {}, 1.0

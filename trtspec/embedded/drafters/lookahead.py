@@ -135,6 +135,11 @@ class LookaheadDrafter:
         state.ends = ends
         return draft
 
+    def window_nodes(self, sequence_id: str) -> list[int]:
+        """The nodes of the sequence's last draft that the next window is read from; [] if it held none."""
+        state = self._states[sequence_id]
+        return [node for node in state.ends if node >= 0] if state.rows else []
+
     def cut(self, sequence_id: str, draft: Draft, kept: Sequence[int]) -> None:
         """Of the sequence's last ``draft`` the target will see the nodes ``kept`` only, ascending. With the
         end of a column gone, the window stays as it was."""
