@@ -232,7 +232,7 @@ class _Metrics:
                 ("prefix_hit_tokens", "Prompt tokens found in the KV cache", lambda s: s.prefix_hit_tokens),
                 (
                     "held_back_steps",
-                    "Steps without a draft because none would have paid",
+                    "Steps without a draft: above max_concurrency, or none would have paid",
                     lambda s: s.held_back_steps,
                 ),
                 ("preemptions", "Sequences put back to make room", lambda s: s.preemptions),
