@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from trtspec.hardware import Gpu, find_gpu
@@ -25,6 +26,9 @@ TRT: dict[str, Any] = {
     "limits": {"max_num_tokens": 4096, "kv_cache_bytes": None},
 }
 PYT: dict[str, Any] = {**TRT, "backend": {"kind": "pytorch", "version": ">=1.0,<1.5"}}
+
+VOCABULARIES = Path(__file__).parent / "vocabularies"
+"""Folders a and b: two tokenizers that number one token otherwise."""
 
 MEDUSA = {"kind": "medusa", "heads": "h", "choices": [[0], [0, 0]]}
 EAGLE = {"kind": "eagle", "heads": "h", "depth": 2, "choices": [[0], [0, 0]]}
@@ -232,9 +236,13 @@ BAD_RECIPES: tuple[Bad, ...] = (
     Bad("trtllm-layers-shard", TRT, "1.2.1", {"parallel": {"pp": 33}}, "parallel.pp", Good({"parallel": {"pp": 2}}), checkpoint=LLAMA),
     Bad("trtllm-group-shard", PYT, "1.2.1", _q("w4a16_awq") | {"parallel": {"tp": 4}}, "quantization.group_size", Good({"parallel": {"tp": 2}}), checkpoint=replace(LLAMA, intermediate_size=11008, spec=None)),
     Bad("trtllm-group-shard", TRT, "1.0.0", _q("w4a8_awq") | {"parallel": {"tp": 8}}, "quantization.group_size", Good({"parallel": {"tp": 1}}), checkpoint=replace(LLAMA, intermediate_size=18944, spec=None)),
+    Bad("trtllm-group-shard", PYT, "1.2.1", _q("w4a16_awq"), "quantization.group_size", Good(_q("w4a16_awq", group_size=64)), checkpoint=replace(LLAMA, hidden_size=4160, spec=None)),
     Bad("trtllm-draft-vocabulary", PYT, "1.2.1", _s(DRAFT), "speculation.model.source", Good(draft=SMALL), checkpoint=LLAMA, draft=replace(SMALL, vocab_size=128000)),
     Bad("trtllm-draft-logits", TRT, "1.2.1", _s(DRAFT) | {"acceptance": {"kind": "rejection"}}, "acceptance.kind", Good({"acceptance": {"kind": "exact"}}), checkpoint=LLAMA, draft=replace(SMALL, vocab_size=128000)),
     Bad("trtllm-draft-logits", TRT, "0.21.0", _s(DRAFT) | {"acceptance": {"kind": "rejection"}}, "acceptance.kind", Good(draft=SMALL), checkpoint=LLAMA, draft=replace(SMALL, vocab_size=32000)),
+    Bad("trtllm-draft-tokens", PYT, "1.2.1", _s(DRAFT), "speculation.model.source", Good(draft=replace(SMALL, folder=VOCABULARIES / "a")), checkpoint=replace(LLAMA, folder=VOCABULARIES / "a"), draft=replace(SMALL, folder=VOCABULARIES / "b")),
+    Bad("trtllm-positions", PYT, "1.2.1", {"limits": {"max_seq_tokens": 8192}}, "limits.max_seq_tokens", Good({"limits": {"max_seq_tokens": 4096}}), checkpoint=replace(LLAMA, max_positions=4096)),
+    Bad("trtllm-positions", TRT, "0.21.0", {"limits": {"max_seq_tokens": 8193}}, "limits.max_seq_tokens", Good({"limits": {"max_seq_tokens": 8192}}), checkpoint=replace(LLAMA, max_positions=8192)),
     Bad("trtllm-draft-positions", PYT, "1.2.1", _s(DRAFT) | {"limits": {"max_seq_tokens": 4096}}, "limits.max_seq_tokens", Good({"limits": {"max_seq_tokens": 2048}}), checkpoint=LLAMA, draft=replace(SMALL, max_positions=2048)),
     Bad("trtllm-grown-positions", TRT, "1.2.1", _s(LOOKAHEAD), "limits.max_seq_tokens", Good({"limits": {"max_seq_tokens": 2033}}), checkpoint=replace(LLAMA, max_positions=2048)),
 )  # fmt: skip

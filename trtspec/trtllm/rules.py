@@ -159,6 +159,8 @@ _TABLE = (
     Rule("trtllm-group-shard", "error", "#9253", model.group_shard),
     Rule("trtllm-draft-vocabulary", "warning", "drafting documentation; #2684", model.draft_vocabulary),
     Rule("trtllm-draft-logits", "error", "drafting documentation; #2684", model.draft_logits),
+    Rule("trtllm-draft-tokens", "error", "drafting documentation; #2684", model.draft_tokens),
+    Rule("trtllm-positions", "error", "arithmetic", model.positions),
     Rule("trtllm-draft-positions", "warning", "arithmetic", model.draft_positions),
     Rule("trtllm-grown-positions", "note", _BUILDER, model.grown_positions),
 )

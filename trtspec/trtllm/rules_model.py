@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+
 from trtspec.recipe import (
     EagleSpeculation,
     W4A8AwqQuantization,
     W4A16AwqQuantization,
 )
 from trtspec.recipe_facts import drafted_positions
+from trtspec.recipe_model import vocabulary
 from trtspec.trtllm.case import Case, Told
 from trtspec.trtllm.checkpoint import ENCODER_DECODERS
 
@@ -177,13 +181,20 @@ def group_shard(case: Case) -> Told:
         if not isinstance(q, W4A16AwqQuantization | W4A8AwqQuantization):
             continue
         attention = c.num_heads * c.head_dim if c.num_heads and c.head_dim else None
-        for name, columns in (("down_proj", c.intermediate_size), ("o_proj", attention)):
-            if columns and columns % q.group_size == 0 and columns % (tp * q.group_size):
+        inputs = (
+            ("q_proj", c.hidden_size, 1),
+            ("down_proj", c.intermediate_size, tp),
+            ("o_proj", attention, tp),
+        )
+        for name, columns, parts in inputs:
+            if columns and columns % (parts * q.group_size):
+                shard = f", {columns / parts:g} on each of {parts} GPUs" if parts > 1 else ""
                 yield (
                     (*path, "group_size"),
-                    f"found {q.group_size}; {name} has {columns} inputs, {columns / tp:g} on each of {tp} "
-                    "GPUs, which are not whole groups; lower tp, or use fp8",
+                    f"found {q.group_size}; {name} has {columns} inputs{shard}, which are not whole groups; "
+                    f"{'lower tp, or ' if parts > 1 else ''}use fp8",
                 )
+                break
 
 
 # --------------------------------------------------------------------------- draft and target, positions
@@ -222,6 +233,42 @@ def draft_logits(case: Case) -> Told:
             ("acceptance", "kind"),
             f"rejection compares logits, and the draft has {b.vocab_size} ids, the target "
             f"{a.vocab_size}; write exact, or choose another draft",
+        )
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    """The vocabulary in ``folder``, read once for all versions of a ``lint``: megabytes of JSON."""
+    file = folder / "tokenizer.json"
+    return _read_tokens(folder, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@lru_cache(maxsize=2)
+def _read_tokens(folder: Path, changed: int) -> dict[str, int] | None:
+    return vocabulary(folder)
+
+
+def draft_tokens(case: Case) -> Told:
+    """Token ids must mean the same to draft and target; so the tokens of both tokenizers are compared."""
+    folders = [c.folder for c in (case.checkpoint, case.draft) if c is not None and c.folder is not None]
+    vocabularies = [tokens for folder in folders if (tokens := _tokens(folder)) is not None]
+    if len(vocabularies) == 2:
+        target, draft = vocabularies
+        differing = [token for token, index in draft.items() if target.get(token) != index]
+        if differing:
+            yield (
+                ("speculation", "model", "source"),
+                f"{len(differing)} of its tokens differ from the target's, first {differing[0]!r}; choose a "
+                "smaller model of the target's family",
+            )
+
+
+def positions(case: Case) -> Told:
+    """Rotary positions beyond those of config.json were never trained."""
+    c, longest = case.checkpoint, case.recipe.limits.max_seq_tokens
+    if c is not None and c.max_positions and longest > c.max_positions:
+        yield (
+            ("limits", "max_seq_tokens"),
+            f"found {longest}; the model has {c.max_positions} positions; lower it to those or less",
         )
 
 
