@@ -169,7 +169,7 @@ def check_acceptance(
         else "none drafted"
     )
     if held_back_steps:
-        rate += f", drafting held back in {held_back_steps} steps (max_concurrency, or no draft would have paid)"
+        rate += f", drafting held back in {held_back_steps} steps (max_concurrency, or none would have paid)"
     return gated(
         name="acceptance",
         what=f"{rate}; tokens a step",
