@@ -23,7 +23,7 @@ from trtspec.artifact import BASELINE_DIR, BUILT_DIR, DRAFT_DIR, HEADS_DIR, TRTL
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.hardware import Gpu
 from trtspec.model_source import find_model
-from trtspec.recipe import MedusaSpeculation, PytorchBackend, Recipe, TensorrtBackend
+from trtspec.recipe import MedusaSpeculation, Recipe, TensorrtBackend
 from trtspec.recipe_file import lint
 from trtspec.trtllm.draft_weights import inspect_draft_weights
 from trtspec.trtllm.facts import load_facts
@@ -51,10 +51,6 @@ class Rendered:
     empty for engines of ``trtllm-build``, which Triton serves."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-
-
-def is_for_gpu(recipe: Recipe) -> bool:
-    return isinstance(recipe.backend, TensorrtBackend | PytorchBackend)
 
 
 def render_script_plan(path: Path, version: str | None = None, gpu: Gpu | None = None) -> TrtllmPlan:

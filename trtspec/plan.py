@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trtspec import artifact
 from trtspec.artifact import (
@@ -25,14 +26,6 @@ from trtspec.artifact import (
     json_digest,
 )
 from trtspec.errors import InputError, Problem, TrtspecError
-from trtspec.gpu_plan import (
-    EngineBuild,
-    engine_build,
-    engine_files,
-    engine_plan,
-    is_for_gpu,
-    refuse_building,
-)
 from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
 from trtspec.plan_inputs import (
@@ -56,7 +49,11 @@ from trtspec.recipe import (
     Recipe,
     TensorrtBackend,
 )
+from trtspec.recipe_facts import is_for_gpu
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from trtspec.gpu_plan import EngineBuild
 
 ENGINES_DIR = Path("engines")
 STEPS_DIR = ".steps"
@@ -129,6 +126,8 @@ def refuse_unsupported(recipe: Recipe, file: Path = Path("RECIPE")) -> None:
     """Raise MissingError for what this machine cannot build of a recipe for a GPU. What no version can run,
     the recipe's rules have refused before."""
     if is_for_gpu(recipe):
+        from trtspec.gpu_plan import refuse_building  # TensorRT-LLM's tables cost time that others need not
+
         refuse_building(recipe, file)
 
 
@@ -316,7 +315,11 @@ def make_plan(
     recipe_bytes = recipe_path.read_bytes()
     recipe = parse_recipe(recipe_bytes, str(recipe_path))
     refuse_unsupported(recipe, recipe_path)
-    rendered = engine_files(engine_plan(recipe_path, version)) if is_for_gpu(recipe) else None
+    rendered = None
+    if is_for_gpu(recipe):
+        from trtspec.gpu_plan import engine_files, engine_plan
+
+        rendered = engine_files(engine_plan(recipe_path, version))
     base = recipe_path.resolve().parent
     source_dir = resolve_model(recipe.model.source, base, recipe.model.revision)
     if checked.notes:  # the model was not here before
@@ -338,6 +341,8 @@ def make_plan(
     tools = artifact.tool_versions()
     engine = None
     if isinstance(recipe.backend, TensorrtBackend):
+        from trtspec.gpu_plan import engine_build
+
         folders = {"MODEL_DIR": (work / BASELINE_DIR).resolve()}
         folders |= {"DRAFT_DIR": draft.folder} if draft else {}
         folders |= {"HEADS_DIR": heads.folder} if heads else {}

@@ -12,7 +12,6 @@ from pathlib import Path
 from trtspec import artifact
 from trtspec.artifact import Source
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
-from trtspec.gpu_plan import is_for_gpu
 from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
 from trtspec.modelspec import read_modelspec
@@ -27,8 +26,8 @@ from trtspec.recipe import (
     Quantization,
     Recipe,
 )
+from trtspec.recipe_facts import is_for_gpu
 from trtspec.text import Tokenizer, same_tokenizer
-from trtspec.trtllm.draft_weights import inspect_draft_weights
 from trtspec.user_files import open_user_file, user_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -107,6 +106,8 @@ def find_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> Traine
 
     folder = resolve_model(speculation.heads, base)
     if is_for_gpu(recipe):
+        from trtspec.trtllm.draft_weights import inspect_draft_weights
+
         weights = inspect_draft_weights(folder, speculation.kind, read_modelspec(target_dir)).file
         return TrainedHeads(folder, _hashed_files(folder, [folder / "config.json", weights], None, say))
     if problems := heads_problems(speculation, folder, read_modelspec(target_dir)):

@@ -63,6 +63,11 @@ MEDUSA_DEFAULT_NODES = 63
 """Paths of the default Medusa tree of TensorRT-LLM (mc_sim_7b_63)."""
 
 
+def is_for_gpu(recipe: Recipe) -> bool:
+    """Whether TensorRT-LLM runs the recipe."""
+    return isinstance(recipe.backend, TensorrtBackend | PytorchBackend)
+
+
 def fidelity(recipe: Recipe) -> Fidelity:
     """What the recipe's way of accepting drafts does to sampled output: the label that every verb prints.
 

@@ -74,8 +74,8 @@ def build(
     builds it in NVIDIA's container; a pytorch recipe is also built here, as far as that needs no GPU.
     """
     from trtspec import build as building
-    from trtspec.gpu_plan import is_for_gpu
     from trtspec.plan import make_plan
+    from trtspec.recipe_facts import is_for_gpu
     from trtspec.recipe_file import lint
 
     readable = lint(recipe).recipe  # what is wrong with it, the plan says with all the rest

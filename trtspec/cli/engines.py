@@ -22,6 +22,7 @@ from trtspec.errors import EXIT_BAD_INPUT, InputError, Problem
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
+    from trtspec.gpu_plan import Rendered
 
 _FOLDER = UserPath()
 _ENGINES = Path("engines")
@@ -30,10 +31,19 @@ _ENGINES = Path("engines")
 def rendered_fields(folder: Path) -> dict[str, Any] | None:
     """What a built engine says of its TensorRT-LLM files; None for the embedded backend."""
     from trtspec.artifact import open_artifact
-    from trtspec.gpu_plan import read_rendered
 
-    rendered = read_rendered(open_artifact(folder))
+    rendered = _rendered(open_artifact(folder))
     return None if rendered is None else asdict(rendered)
+
+
+def _rendered(artifact: Artifact) -> Rendered | None:
+    from trtspec.recipe_facts import is_for_gpu
+
+    if not is_for_gpu(artifact.recipe):
+        return None
+    from trtspec.gpu_plan import read_rendered  # TensorRT-LLM's tables cost time that others need not
+
+    return read_rendered(artifact)
 
 
 @click.command("list")
@@ -80,9 +90,8 @@ def list_engines(engines_dir: Path, as_json: bool) -> None:
 def _summary(artifact: Artifact) -> str:
     """``embedded bfloat16, w4a16_awq (groups of 64), KV cache fp8, ngram``; how drafts are accepted is said
     where that changes the output law."""
-    from trtspec.gpu_plan import is_for_gpu
     from trtspec.plan import describe_quantization
-    from trtspec.recipe_facts import describe_acceptance, fidelity
+    from trtspec.recipe_facts import describe_acceptance, fidelity, is_for_gpu
 
     recipe = artifact.recipe
     not_run = ", not run here" if is_for_gpu(recipe) else ""
@@ -171,8 +180,6 @@ def _quantization_fields(artifact: Artifact) -> dict[str, Any] | None:
 
 
 def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, checked: bool) -> None:
-    from trtspec.gpu_plan import how_to_serve, read_rendered
-
     manifest, recipe = artifact.manifest, artifact.recipe
     files = manifest.files
     sizes = {
@@ -189,8 +196,10 @@ def _print_inspection(artifact: Artifact, quantization: dict[str, Any] | None, c
         ),
         ("steps", ", ".join(f"{step.name} {human_seconds(step.seconds)}" for step in manifest.steps)),
     ]
-    rendered = read_rendered(artifact)
+    rendered = _rendered(artifact)
     if rendered is not None:
+        from trtspec.gpu_plan import how_to_serve
+
         rows.append(("TensorRT-LLM", rendered.label))
         if rendered.serve:
             rows.append(("container", f"{rendered.container} of NVIDIA's registry, TENSORRT_LLM_IMAGE below"))
