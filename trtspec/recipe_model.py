@@ -77,7 +77,7 @@ def look(recipe: Recipe, base: Path) -> Look:
             how = ""
             if model.source.startswith("sample:"):
                 how = f" (run: trtspec fetch {model.source.removeprefix('sample:')})"
-            notes.append((where, f"{model.source} is not on this machine{how}; {_UNCHECKED}"))
+            notes.append((where, f"{model.source} is not on this machine{how}; {UNCHECKED}"))
             continue
         spec, problems = None, tuple[Problem, ...]()
         try:
@@ -85,13 +85,13 @@ def look(recipe: Recipe, base: Path) -> Look:
         except InputError as error:
             problems = error.problems
             if recipe.backend.kind != "embedded":
-                notes += [(where, f"{problem}; {_UNCHECKED}") for problem in problems]
+                notes += [(where, f"{problem}; {UNCHECKED}") for problem in problems]
                 continue
         checkpoints.append(Checkpoint(path, quantized_by, quantization, folder, spec, problems))
     return Look(tuple(checkpoints), tuple(notes))
 
 
-_UNCHECKED = "its group sizes, positions and vocabulary were not checked"
+UNCHECKED = "its group sizes, positions and vocabulary were not checked"
 
 
 # --------------------------------------------------------------------------- what quantizing asks

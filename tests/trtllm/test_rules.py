@@ -185,6 +185,23 @@ def test_lint_names_the_line_the_rule_and_the_versions(
     assert "checked against the tables of TensorRT-LLM 0.17.0, 0.21.0, 1.0.0; nothing was run" in out
 
 
+def test_a_known_model_is_checked_without_being_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = ENGINE.replace("VERSIONS", ">=1.0,<=1.2.1").replace("  lm_head: true\n", "")
+    file = _write(tmp_path, head + "limits: {max_seq_tokens: 8192}\n")
+    assert main(["lint", file]) == 0
+    assert "vocabulary were not checked" in capsys.readouterr().out
+    file = _write(
+        tmp_path, head.replace("org/model", "lmsys/vicuna-7b-v1.3") + "limits: {max_seq_tokens: 8192}\n"
+    )
+    assert main(["lint", file]) == 2
+    assert f"{file}:9: limits.max_seq_tokens: found 8192; the model has 2048" in capsys.readouterr().out
+    file = _write(tmp_path, head.replace("org/model", "lmsys/vicuna-7b-v1.3"))
+    assert main(["lint", file]) == 0
+    assert "its sizes are those of the table of known models" in capsys.readouterr().out
+
+
 def test_lint_for_one_version_and_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = _write(tmp_path, ENGINE.replace("VERSIONS", ">=0.17,<=1.2.1"))
     assert main(["lint", file, "--tensorrt-llm", "1.2.1"]) == 0
