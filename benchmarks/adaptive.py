@@ -1,14 +1,14 @@
 """What adaptive drafting brings: no drafts, as many as configured, and as many as pay, in interleaved rounds.
 
-    python -m benchmarks.adaptive ENGINE ... [--batches 1 4 16] [--tokens 64] [--rounds 5] [--set KEY=VALUE ...]
+    python -m benchmarks.adaptive ENGINE ... [--batches 1 4 16] [--tokens 64] [--rounds 5] [--set KEY=VALUE]
 
 ENGINE is a built engine (engines/NAME) whose recipe drafts. Two workloads: *chat*, the shipped prompts, of
 which little is found again, and *copy*, a text and its beginning, which goes on as it did before. Every round
 runs each way once, in turning order, on the same requests, greedily and without end tokens, so all write as
-many tokens; the first round warms up and is not counted. Twice a small batch of requests is answered (at least 4),
-a batch at a time. Prompts come from the prefix cache, so what is measured is decoding. Printed are medians of
-tokens per second of wall time and of the process's own CPU time, which a busy machine disturbs less, and of
-the ratios of both to "none" within a round.
+many tokens; the first round warms up and is not counted. At least 4 requests are answered, twice a small
+batch, a batch at a time. Prompts come from the prefix cache, so what is measured is decoding. Printed are
+medians of tokens per second of wall time and of the process's own CPU time, which a busy machine disturbs
+less, and of the ratios of both to "none" within a round.
 """
 
 from __future__ import annotations

@@ -217,6 +217,21 @@ def test_a_tree_is_cut_to_its_likely_branch() -> None:
     assert last.tokens == (3,)
 
 
+def test_a_plain_step_that_was_measured_in_a_bad_moment_is_measured_again() -> None:
+    """The first plain step takes ten times as long, so drafts look free; they are worth nothing."""
+    clock = Clock()
+    drafter = AdaptiveDrafter(Wrong(), costly=False, clock=clock)
+    view = DraftView("a", [1, 2], 8)
+    lengths = []
+    for at in range(200):
+        [draft] = drafter.propose([view])
+        lengths.append(len(draft))
+        clock.now += compute_bound(1 + len(draft)) * (10 if at == 0 else 1)
+        outcome = Accepted((0,) if len(draft) and at % 12 == 0 else (), 9)
+        drafter.observe([view], [outcome], [{}], [torch.zeros(1 + len(draft), 4)])
+    assert sum(lengths[-100:]) < 20
+
+
 def test_a_draft_cut_by_the_scheduler_is_judged_by_what_was_left() -> None:
     drafter = AdaptiveDrafter(TestDrafter(), costly=False)
     view = DraftView("a", [1], 8)

@@ -45,6 +45,9 @@ _FEW_NODES = 4
 """Of each sequence: what is tried before the cost of more is known, and in a probe."""
 _WINDOW_ROUNDS = 8
 """A window bears fruit in later rounds only, so it is tried for several."""
+PLAIN_ROUNDS = (16, 64)
+"""A step without drafts every so many rounds, at first and later: what all is compared with must not be a
+guess from a bad moment."""
 _PLAIN_TRIES = 3
 _MARGIN = 0.02
 """Drafts must promise so much more than none: the best of many estimates is an optimistic one."""
@@ -186,6 +189,8 @@ class AdaptiveDrafter:
             self._plain_tries += 1
             return none
         self._plain_tries = 0
+        if cost.since_plain >= PLAIN_ROUNDS[cost.num_plain > 3]:
+            return none
         if cost.fewest == math.inf:
             return self._ask(sequences)
         if not self._costly:
@@ -337,7 +342,10 @@ class AdaptiveDrafter:
             self._brought[view.id] = 0.9 * self._brought.get(view.id, self._brings) + 0.1 * brought
             self._brings = 0.98 * self._brings + 0.02 * brought
         if self._asked and all(view.id in self._asked for view in sequences):  # no prompt in it
-            self._cost(len(sequences)).observe(len(sequences) + drafted, now - self._proposed_at)
+            cost = self._cost(len(sequences))
+            cost.observe(len(sequences) + drafted, now - self._proposed_at)
+            cost.since_plain = 0 if drafted == 0 else cost.since_plain + 1
+            cost.num_plain += drafted == 0
             self._seconds_since_probe += now - self._began
             if levels:
                 self._rows_per_level = 0.9 * self._rows_per_level + 0.1 * drafted / levels

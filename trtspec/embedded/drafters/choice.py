@@ -17,6 +17,9 @@ class StepCost:
     def __init__(self) -> None:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._points: list[tuple[float, float]] | None = None
+        self.num_plain = 0
+        """Steps without drafts among those observed, and how many were observed since the last."""
+        self.since_plain = 0
 
     def observe(self, rows: int, seconds: float) -> None:
         self._seen.setdefault(_bucket(rows), deque(maxlen=_SAMPLES)).append((rows, seconds))
