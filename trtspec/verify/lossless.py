@@ -97,11 +97,11 @@ def locate(
                 logprobs[token] = engine.score((*common, token)).logprobs[-1]
         best = logprobs[at_place.top_tokens[-1]]
         gap = best - min(logprobs[divergence.reference_token], logprobs[divergence.other_token])
-        texts = {}
+        found = replace(divergence, gap_nats=gap, margin=at_place.margins[-1])
         if spell is not None:
-            texts["reference_text"] = spell(divergence.reference_token)
-            texts["other_text"] = spell(divergence.other_token)
-        scored.append(replace(divergence, gap_nats=gap, margin=at_place.margins[-1], **texts))
+            reference_text, other_text = spell(divergence.reference_token), spell(divergence.other_token)
+            found = replace(found, reference_text=reference_text, other_text=other_text)
+        scored.append(found)
     return replace(comparison, divergences=tuple(scored))
 
 
