@@ -95,7 +95,7 @@ def _summary(artifact: Artifact) -> str:
 
     recipe = artifact.recipe
     not_run = ", not run here" if is_for_gpu(recipe) else ""
-    drafting = "no speculation" if recipe.speculation.kind == "none" else recipe.speculation.kind
+    drafting: str = "no speculation" if recipe.speculation.kind == "none" else recipe.speculation.kind
     if fidelity(recipe) == "approximate":
         drafting += f", {describe_acceptance(recipe)}"
     backend = f"{recipe.backend.kind} {recipe.backend.dtype}"
