@@ -30,7 +30,7 @@ POWER_NATS = 0.1
 MIN_NEAR = 12
 """Refused near misses that the proof needs: an acceptance that keeps every fourth of them is then caught
 with 97 %."""
-_SHOWN = 8
+_SHOWN, _SHOWN_OF_FLOOR = 5, 3
 FAULT = 3
 """Times the largest noise measured. A divergence is where rounding was largest among all places of all texts,
 along the run's own mix of passes, and noise is measured at fewer places: a little above is no fault yet."""
@@ -243,7 +243,7 @@ def _details(
     speculates: bool,
 ) -> tuple[str, ...]:
     """Every divergence (the first few), the bound on their rate, and what batching alone does."""
-    lines = _listed(comparison, noise, rounds)
+    lines = _listed(comparison, noise, rounds, _SHOWN)
     if comparison.positions:
         below = f"{upper:.2g}" if upper < 0.001 else f"{upper:.2%}"
         rule = " (less than 3/n)" if not comparison.divergences else ""
@@ -256,13 +256,13 @@ def _details(
             f"without speculation, batch 1 against all {comparison.prompts} prompts together: "
             f"{len(floor.divergences)} of {floor.prompts} answers differ ({floor.positions} tokens)"
         )
-        lines += [f"there, {line}" for line in _listed(floor, noise, rounds)]
+        lines += [f"there, {line}" for line in _listed(floor, noise, rounds, _SHOWN_OF_FLOOR)]
     return tuple(lines)
 
 
-def _listed(comparison: Comparison, noise: Noise, rounds: bool) -> list[str]:
-    shown = [_place(divergence, noise, rounds) for divergence in comparison.divergences[:_SHOWN]]
-    if (more := len(comparison.divergences) - _SHOWN) > 0:
+def _listed(comparison: Comparison, noise: Noise, rounds: bool, most: int) -> list[str]:
+    shown = [_place(divergence, noise, rounds) for divergence in comparison.divergences[:most]]
+    if (more := len(comparison.divergences) - most) > 0:
         shown.append(f"and {more} more, in the report (-o)")
     return shown
 

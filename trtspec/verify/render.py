@@ -11,7 +11,7 @@ from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.report import VERDICT_WORDS, Report
 
 _NAMES_WIDTH = 22
-_INDENT = " " * 14
+_INDENT = " " * 4
 
 
 def terminal(report: Report, width: int = 100) -> str:

@@ -133,21 +133,25 @@ def run(
 
 def _enter(book: _Books, output: Output, draft_limit: int | None, wrong: list[str]) -> None:
     emitted, name = len(output.new_tokens), output.request_id
+    drafted, accepted = output.drafted, output.accepted
+    if drafted is None or accepted is None:
+        wrong.append(f"{name}: this engine does not count the drafts of each step")
+        drafted = accepted = 0
     book.tokens.extend(output.new_tokens)
-    book.drafted += output.drafted
-    book.accepted += output.accepted
+    book.drafted += drafted
+    book.accepted += accepted
     book.finish_reason = output.finish_reason
     if emitted:
         book.emitted.append(emitted)
-        book.drafted_by_step.append(output.drafted)
-    if output.accepted > output.drafted:
-        wrong.append(f"{name}: {output.accepted} tokens accepted of {output.drafted} drafted")
-    if draft_limit is not None and output.drafted > draft_limit:
-        wrong.append(f"{name}: {output.drafted} tokens drafted in a step, the recipe allows {draft_limit}")
+        book.drafted_by_step.append(drafted)
+    if accepted > drafted:
+        wrong.append(f"{name}: {accepted} tokens accepted of {drafted} drafted")
+    if draft_limit is not None and drafted > draft_limit:
+        wrong.append(f"{name}: {drafted} tokens drafted in a step, the recipe allows {draft_limit}")
     # A step emits what it accepted and one token of the target's own; the last step may end inside.
-    least = output.accepted if output.finish_reason is not None else output.accepted + 1
-    if emitted and not least <= emitted <= output.accepted + 1:
-        wrong.append(f"{name}: a step emitted {emitted} tokens having accepted {output.accepted}")
+    least = accepted if output.finish_reason is not None else accepted + 1
+    if emitted and not least <= emitted <= accepted + 1:
+        wrong.append(f"{name}: a step emitted {emitted} tokens having accepted {accepted}")
 
 
 def _audit(request: Request, book: _Books, wrong: list[str]) -> None:
