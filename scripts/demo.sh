@@ -77,6 +77,11 @@ if command -v curl >/dev/null; then
 fi
 kill -TERM "$server"; wait "$server" || true; server=
 
+# HEADS names a folder of heads that were trained for this model: they are then compared too.
+heads=()
+if [ -n "${HEADS:-}" ]; then heads=(--heads "$HEADS"); fi
+run trtspec bench drafters "$engine" --quick "${heads[@]}"
+
 status=0
 run trtspec verify "$engine" --quick -o "$engine.report.json" || status=$?
 printf '\ndemo: %d s, verify ended with exit code %d (0 pass, 1 a gate failed, 4 inconclusive)\n' \
