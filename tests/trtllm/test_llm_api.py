@@ -136,6 +136,13 @@ def test_no_reuse_without_a_kernel_for_it() -> None:
     assert any("VANILLA" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize(("version", "reuse"), [("1.0.0", False), ("1.1.0", True), ("1.4.0rc4", True)])
+def test_blocks_are_not_reused_with_a_draft_model_where_that_failed(version: str, reuse: bool) -> None:
+    read = options(planned("{kind: draft_model, model: {source: d}}", version=version))
+    assert read["kv_cache_config"]["enable_block_reuse"] is reuse
+    assert options(planned(version=version))["kv_cache_config"]["enable_block_reuse"] is True
+
+
 def test_keys_that_a_version_lacks_are_refused_not_dropped() -> None:
     with pytest.raises(InputError, match=r"speculation.top_k: .*no max_total_draft_tokens"):
         planned("{kind: eagle3, heads: h, num_draft_tokens: 12, top_k: 4, depth: 3}", version="1.0.0")

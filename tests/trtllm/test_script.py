@@ -44,7 +44,8 @@ exit 0
 _PYTHON = """\
 #!/bin/bash
 case "$1" in
-  -c) echo "a line of logging"; echo "$VERSION" ;;
+  -c) [ -n "$VERSION" ] || { echo "No module named tensorrt_llm" >&2; exit 1; }
+      echo "a line of logging"; echo "$VERSION" ;;
   -) exec "$REAL_PYTHON" "$@" ;;
   *) exec "$(dirname "$0")/convert" "$@" ;;
 esac
@@ -177,6 +178,9 @@ def test_what_lacks_is_said_in_one_line(run: Run, tmp_path: Path) -> None:
     wrong = run(plan, VERSION="1.2.10")
     assert wrong.returncode == 3
     assert "is for TensorRT-LLM 1.2.1, found 1.2.10" in wrong.stderr
+    absent = run(plan, VERSION="")
+    assert absent.returncode == 3
+    assert "TensorRT-LLM is not installed here" in absent.stderr
     lacking = run(plan, HEADS_DIR="/nonexistent")
     assert lacking.returncode == 2
     assert lacking.stderr.count("\n") == 1

@@ -29,6 +29,7 @@ from trtspec.recipe_facts import paged_context_off
 from trtspec.trtllm.checkpoint import Checkpoint
 from trtspec.trtllm.command import Command, Paths
 from trtspec.trtllm.facts import Facts
+from trtspec.versions import parse_version
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _RESERVED = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
@@ -61,7 +62,7 @@ def llm_options(recipe: Recipe, facts: Facts, paths: Paths) -> dict[str, Any]:
     backend, limits = recipe.backend, recipe.limits
     assert isinstance(backend, PytorchBackend)
     chunked = _chunked(recipe)
-    kv_cache: dict[str, Any] = {"enable_block_reuse": chunked, "dtype": _kv_dtype(recipe)}
+    kv_cache: dict[str, Any] = {"enable_block_reuse": _reuse(recipe, facts), "dtype": _kv_dtype(recipe)}
     if limits.kv_cache_bytes is not None:
         kv_cache["max_gpu_total_bytes"] = limits.kv_cache_bytes
     options: dict[str, Any] = {
@@ -104,6 +105,12 @@ def _chunked(recipe: Recipe) -> bool:
     """Chunked prefill and KV reuse read a paged cache in the context kernel, which VANILLA has not."""
     assert isinstance(recipe.backend, PytorchBackend)
     return paged_context_off(recipe) is None and recipe.backend.attention != "VANILLA"
+
+
+def _reuse(recipe: Recipe, facts: Facts) -> bool:
+    """Until mid 2025 (pull request 5448, before 1.1) blocks could not be reused with a draft model."""
+    drafts = isinstance(recipe.speculation, DraftModelSpeculation)
+    return _chunked(recipe) and not (drafts and parse_version(facts.version) < parse_version("1.1"))
 
 
 def _kv_dtype(recipe: Recipe) -> str:

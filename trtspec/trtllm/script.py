@@ -142,7 +142,10 @@ def _heads_source(recipe: Recipe) -> str:
 def _version_check(plan: TrtllmPlan) -> list[str]:
     wrong = f"error: this script is for TensorRT-LLM {plan.version}, found ${{found}}; render it for that one"
     return [
-        "found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1)",
+        "found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {",
+        "  echo 'error: TensorRT-LLM is not installed here, or does not load (above)' >&2",
+        "  exit 3",
+        "}",
         'case "${found}" in',
         f"  {plan.version} | {plan.version}.post* | {plan.version}+*) ;;",
         f'  *) echo "{wrong}" >&2; exit 3 ;;',

@@ -34,7 +34,10 @@ set -euo pipefail
 : "${EXAMPLES_DIR:=/app/tensorrt_llm/examples}"
 mkdir -p -- "${WORK_DIR}"
 
-found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1)
+found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {
+  echo 'error: TensorRT-LLM is not installed here, or does not load (above)' >&2
+  exit 3
+}
 case "${found}" in
   1.0.0 | 1.0.0.post* | 1.0.0+*) ;;
   *) echo "error: this script is for TensorRT-LLM 1.0.0, found ${found}; render it for that one" >&2; exit 3 ;;

@@ -32,7 +32,10 @@ set -euo pipefail
 : "${CALIB_DATASET:=cnn_dailymail}"
 mkdir -p -- "${WORK_DIR}"
 
-found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1)
+found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {
+  echo 'error: TensorRT-LLM is not installed here, or does not load (above)' >&2
+  exit 3
+}
 case "${found}" in
   1.2.1 | 1.2.1.post* | 1.2.1+*) ;;
   *) echo "error: this script is for TensorRT-LLM 1.2.1, found ${found}; render it for that one" >&2; exit 3 ;;
