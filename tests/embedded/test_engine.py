@@ -26,6 +26,7 @@ from tiny_engine import (
     workload,
 )
 
+from trtspec.embedded import engine as engine_module
 from trtspec.embedded import machine
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import DraftView
@@ -500,6 +501,63 @@ def test_nothing_is_drafted_above_max_concurrency_and_that_is_counted(limit: int
     assert max(asked) <= (limit or 8)
     held_back = engine.stats().held_back_steps
     assert (held_back > 0) == (limit is not None)
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")],
+)
+MARGIN = {"bfloat16": 0.25, "float16": 0.03}
+"""Logits closer than this may change places at 16 bit: a few of its steps at the size of the tiny logits."""
+
+
+def margins_where_it_parts(folder: Path, device: str, dtype: str, changes: dict[str, Any]) -> list[float]:
+    """The float32 logit margins where an answer of the 16-bit engine leaves the float32 one on the CPU."""
+    requests = workload()
+    low = open_embedded(recipe(backend={"device": device, "dtype": dtype}, **changes), folder)
+    exact = open_embedded(recipe(backend={"dtype": "float32"}), folder)
+    found = []
+    for mine, wanted, request in zip(
+        generate(low, requests), generate(exact, requests), requests, strict=True
+    ):
+        pairs = zip(mine.tokens, wanted.tokens, strict=True)
+        parted = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if parted is not None:
+            scores = exact.score([*request.prompt_tokens, *wanted.tokens])
+            found.append(scores.margins[len(request.prompt_tokens) - 1 + parted])
+    low.check_integrity()
+    assert low.stats().pages_held == 0
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"speculation": NGRAM | {"branches": 3, "adaptive": True}},
+        {"speculation": {"kind": "lookahead"}},
+    ],
+    ids=["plain", "tree", "lookahead"],
+)
+def test_at_16_bit_answers_part_from_float32_only_where_logits_nearly_tie(
+    folder: Path, device: str, dtype: str, changes: dict[str, Any]
+) -> None:
+    if device == "cpu" and dtype == "float16":
+        pytest.skip("float16 is for GPUs")
+    parted = margins_where_it_parts(folder, device, dtype, changes)
+    assert all(found < MARGIN[dtype] for found in parted), parted
+    assert len(parted) < 6
+
+
+def test_a_fault_is_not_taken_for_rounding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions off by one in a tree: answers part where the margin is large."""
+    depths = engine_module.depths
+    monkeypatch.setattr(engine_module, "depths", lambda draft: tuple(2 * depth for depth in depths(draft)))
+    parted = margins_where_it_parts(folder, "cpu", "bfloat16", {"speculation": NGRAM | {"branches": 3}})
+    assert parted
+    assert max(parted) > MARGIN["bfloat16"] or len(parted) >= 6
 
 
 def test_a_plain_engine_has_usable_defaults() -> None:
