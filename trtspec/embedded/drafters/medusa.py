@@ -154,7 +154,7 @@ def medusa_logits(heads: MedusaHeads, x: Tensor, count: int) -> list[Tensor]:
     for lm_head in {id(head.lm_head): head.lm_head for head in heads.heads[:count]}.values():
         sharing = [at for at in range(count) if heads.heads[at].lm_head is lm_head]
         outputs = lm_head(torch.cat([states[at] for at in sharing]))
-        for at, part in zip(sharing, outputs.split(len(x)), strict=True):
+        for at, part in zip(sharing, torch.split(outputs, len(x)), strict=True):
             logits[at] = part
     return logits
 
