@@ -154,6 +154,17 @@ def test_refusals_have_file_line_and_key(folder: Path, capsys: pytest.CaptureFix
     assert "backend.version: TensorRT-LLM 0.21.0 is outside >=1.0,<1.5" in capsys.readouterr().err
 
 
+def test_a_dry_run_is_held_against_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "fp8.yaml"
+    path.write_text(RECIPE + "quantization: {kind: fp8}\n")
+    assert run("build", path, "--dry-run", "--gpu", "A100-SXM-80G") == 2
+    message = capsys.readouterr().err
+    assert "fp8.yaml:7: quantization.kind: fp8" in message
+    assert "A100-SXM-80G is sm80" in message
+    assert run("build", path, "--dry-run", "--gpu", "H100-SXM") == 0
+    assert run("build", path, "--gpu", "H100-SXM") == 2
+
+
 def test_the_embedded_backend_has_no_version(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "embedded.yaml"
     path.write_text(RECIPE.replace("pytorch", "embedded"))

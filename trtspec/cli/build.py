@@ -53,6 +53,7 @@ _KV_FORMATS = ("none", "fp8", "int8", "nvfp4")
     help="For GPU backends: TensorRT-LLM version to render for.",
     show_default="newest release that the recipe admits",
 )
+@click.option("--gpu", metavar="NAME", help="For GPU backends: check in a dry run what this GPU can run.")
 @click.option("--force", is_flag=True, help="Do every step again.")
 @click.option(
     "--check", is_flag=True, help="Read an existing engine's files instead of trusting their sizes."
@@ -63,6 +64,7 @@ def build(
     engines_dir: Path,
     dry_run: bool,
     version: str | None,
+    gpu: str | None,
     force: bool,
     check: bool,
     as_json: bool,
@@ -80,11 +82,14 @@ def build(
 
     readable = lint(recipe).recipe  # what is wrong with it, the plan says with all the rest
     for_gpu = readable is not None and is_for_gpu(readable)
-    if version is not None and not for_gpu:
-        raise InputError("--tensorrt-llm: goes with the backends tensorrt and pytorch; remove it")
+    if not for_gpu and (version is not None or gpu is not None):
+        option = "--gpu" if version is None else "--tensorrt-llm"
+        raise InputError(f"{option}: goes with the backends tensorrt and pytorch; remove it")
     if dry_run and for_gpu:
-        _print_script(recipe, version, as_json)
+        _print_script(recipe, version, gpu, as_json)
         return
+    if gpu is not None:
+        raise InputError("--gpu: goes with --dry-run; remove it, or check with trtspec lint --gpu")
     if dry_run:
         plan = make_plan(recipe, engines_dir)
         reused = () if force else building.foresee(plan)
@@ -125,14 +130,15 @@ def build(
             click.echo(f"{rendered['label']}; trtspec inspect says how to serve it")
 
 
-def _print_script(path: Path, version: str | None, as_json: bool) -> None:
+def _print_script(path: Path, version: str | None, gpu: str | None, as_json: bool) -> None:
     """What builds a GPU recipe in NVIDIA's container: a bash script, or its parts as JSON."""
     from trtspec.gpu_plan import render_script_plan
+    from trtspec.hardware import find_gpu
     from trtspec.recipe_facts import fidelity
     from trtspec.trtllm.plan import label
     from trtspec.trtllm.script import render_script
 
-    plan = render_script_plan(path, version)
+    plan = render_script_plan(path, version, None if gpu is None else find_gpu(gpu))
     script = render_script(plan)
     if not as_json:
         click.echo(script, nl=False)
