@@ -370,7 +370,9 @@ def test_generate_applies_the_chat_template_of_the_engine(
     assert raw.stdout == generate(server.grpc, MODEL, Generate("Hi there", max_tokens=16)).text + "\n"
     assert raw.stdout != chat.stdout
     assert "acceptance length" in raw.stderr
+    assert raw.stderr.rstrip().endswith("exact acceptance (strict)")
     as_json = run_cli("generate", "Hi there", *options, "--json")
+    assert json.loads(as_json.stdout)["acceptance"] == "exact acceptance (strict)"
     assert json.loads(as_json.stdout)["text"] + "\n" == chat.stdout
 
 
