@@ -140,6 +140,16 @@ def test_nibbles_decode_to_the_very_weights(outputs: int, monkeypatch: pytest.Mo
     assert not torch.equal(swapped(identity).t(), wanted)
 
 
+def test_weights_packed_in_parts_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = torch.randint(0, 256, (168, IN), dtype=torch.uint8)  # 336 outputs: five parts and a rest
+    stored = QuantizedWeight("W4A16_AWQ", codes, torch.ones(336, IN // GROUP).double())
+    whole = layers.Int4Linear(stored, None)._packed
+    monkeypatch.setattr(layers, "PACKED_OUTPUTS", 64)
+    assert torch.equal(layers.Int4Linear(stored, None)._packed, whole)
+    monkeypatch.setattr(layers, "PACKED_OUTPUTS", 48)
+    assert not torch.equal(layers.Int4Linear(stored, None)._packed, whole), "parts that cut a run must fail"
+
+
 @pytest.mark.parametrize("rows", [1, 7, layers.DOUBLED_ROWS, layers.DOUBLED_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_norms_of_few_rows_are_the_norm(dtype: torch.dtype, rows: int) -> None:

@@ -14,6 +14,7 @@ from trtspec.embedded.attention import Rope, attend, plan_attention, rotate
 from trtspec.embedded.batch import StepBatch
 from trtspec.embedded.kvstore import KvStore, wide_dtype
 from trtspec.embedded.layers import Linear, RmsNorm, rms_norm
+from trtspec.embedded.threads import ELEMENT_NS, SCORE_NS, Threads, product_us, threads_sleep, worth
 from trtspec.modelspec import ModelSpec
 
 # Logits of each row that are computed anew in float32: far more than ever lie within one 16-bit rounding step
@@ -76,6 +77,7 @@ class Decoder:
         self.batch_invariant = batch_invariant
         self.dtype = embedding.dtype
         self.device = embedding.device
+        self._threads_sleep = self.device.type == "cpu" and threads_sleep()
         self.rope = Rope.of(spec, self.dtype, self.device)
 
     @torch.inference_mode()
@@ -88,6 +90,34 @@ class Decoder:
         counts as transformers' ``hidden_states`` does: i is the residual stream ``[rows, hidden]`` after i
         blocks, 0 the embeddings, num_layers the output of the final norm.
         """
+        available = torch.get_num_threads()
+        try:
+            return self._forward(batch, store, hidden_layers, self._threads(batch, available))
+        finally:
+            torch.set_num_threads(available)
+
+    def _threads(self, batch: StepBatch, available: int) -> Threads:
+        """All threads for everything, unless waking them costs more than they save; in the batch-invariant
+        mode nothing may depend on the batch."""
+        if available == 1 or self.batch_invariant or not self._threads_sleep:
+            return Threads(available, available, available, available)
+        spec, rows = self.spec, len(batch.tokens)
+        width = spec.num_heads * spec.head_dim
+        weights = 2 * spec.hidden_size * (width + spec.num_kv_heads * spec.head_dim) + 3 * (
+            spec.hidden_size * spec.intermediate_size
+        )
+        scores = sum(part.count * (len(part.context) + part.count) for part in batch.sequences)
+        return Threads(
+            products=worth(product_us(weights / 4, rows), available),
+            attention=worth(scores * width * SCORE_NS / 1000, available),
+            head=worth(product_us(spec.vocab_size * spec.hidden_size, len(batch.logit_rows)), available),
+            rest=worth(rows * spec.intermediate_size * ELEMENT_NS / 1000, available),
+        )
+
+    def _forward(
+        self, batch: StepBatch, store: KvStore, hidden_layers: Sequence[int], threads: Threads
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        torch.set_num_threads(threads.rest)
         num_heads = self.spec.num_heads
         slots = batch.slots
         if self.batch_invariant:
@@ -102,14 +132,16 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             if i in hidden_layers:
                 hidden[i] = x
-            qkv = self._by_blocks(partial(self._qkv, layer), x, cos, sin)
+            qkv = self._by_blocks(partial(self._qkv, layer, threads), x, cos, sin)
             store.write_both(i, slots, qkv[:, num_heads:])
-            x = self._by_blocks(partial(self._mix, layer), x, attend(qkv[:, :num_heads], i, store, plan))
+            attention = partial(attend, layer=i, store=store, plan=plan)
+            attended = threads.run(threads.attention, attention, qkv[:, :num_heads])
+            x = self._by_blocks(partial(self._mix, layer, threads), x, attended)
         if self.spec.num_layers in hidden_layers:
             hidden[self.spec.num_layers] = self._by_blocks(self._final_norm, x)
         if len(batch.logit_rows) < len(x):
             x = x.index_select(0, batch.logit_rows)
-        return self.logits(x), hidden
+        return threads.run(threads.head, self.logits, x), hidden
 
     def _by_blocks(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """``function`` of all rows at once, or of ``BLOCK_ROWS`` at a time where results must not depend on
@@ -123,22 +155,24 @@ class Decoder:
         blocks = zip(*(torch.split(x, BLOCK_ROWS) for x in inputs), strict=True)
         return torch.cat([function(*(x.contiguous() for x in block)) for block in blocks])[:rows]
 
-    def _qkv(self, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _qkv(self, layer: DecoderLayer, threads: Threads, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[rows, heads + 2 * kv_heads, head_dim]``: queries and keys, rotated, then values."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = layer.qkv(layer.input_norm(x)).view(-1, heads + 2 * kv_heads, spec.head_dim)
+        qkv = threads.run(threads.products, layer.qkv, layer.input_norm(x)).view(
+            -1, heads + 2 * kv_heads, spec.head_dim
+        )
         qk = qkv[:, : heads + kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat((layer.q_norm(qk[:, :heads]), layer.k_norm(qk[:, heads:])), 1)
         rotate(qk, cos, sin, out=qkv[:, : heads + kv_heads])
         return qkv
 
-    def _mix(self, layer: DecoderLayer, x: Tensor, attended: Tensor) -> Tensor:
+    def _mix(self, layer: DecoderLayer, threads: Threads, x: Tensor, attended: Tensor) -> Tensor:
         """The residual stream behind the block: attention's output projection, then SwiGLU."""
-        x = x + layer.o(attended)
-        gate, up = layer.gate_up(layer.post_norm(x)).chunk(2, -1)
-        return layer.down(F.silu(gate).mul_(up)).add_(x)
+        x = x + threads.run(threads.products, layer.o, attended)
+        gate, up = threads.run(threads.products, layer.gate_up, layer.post_norm(x)).chunk(2, -1)
+        return threads.run(threads.products, layer.down, F.silu(gate).mul_(up)).add_(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """``x [rows, hidden]``, the residual stream after the last block -> logits ``[rows, vocab]``, float32
