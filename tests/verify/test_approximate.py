@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_tiny import build_tiny, repetitive_prompts, write_jsonl
+from built_tiny import Broken, build_tiny, counts_double, repetitive_prompts, write_jsonl
 
 from trtspec.artifact import Artifact
 from trtspec.backends import open_engine
@@ -189,6 +189,12 @@ def test_text_that_is_likely_because_it_repeats_is_caught_by_the_second_gate() -
         made([-0.2] * 16, (5, 6, 7) * 7), made([-2.0] * 16), DRAFTED, temperature=1.0, margin=None
     )
     assert [one.verdict for one in checks] == [Verdict.PASS, Verdict.FAIL]
+
+
+def test_a_reference_that_miscounts_voids_both(built: Artifact, plain: Engine) -> None:
+    for one in check(open_engine(built), Broken(plain, change_stats=counts_double)):
+        assert one.verdict is Verdict.ERROR
+        assert one.required
 
 
 def test_counts_that_contradict_each_other_void_both() -> None:

@@ -180,13 +180,15 @@ def check_approximate(
         run(plain, requests, draft_limit=0, on_answer=advance),
     )
     scored = [score_answers(plain, prompts, one.answers, advance) for one in runs]
-    return judge_approximate(scored[0], scored[1], runs[0], temperature=temperature, margin=margin)
+    drafting = replace(runs[0], contradictions=(*runs[0].contradictions, *runs[1].contradictions))
+    return judge_approximate(scored[0], scored[1], drafting, temperature=temperature, margin=margin)
 
 
 def judge_approximate(
     approximate: Sampled, strict: Sampled, drafting: Run, *, temperature: float, margin: float | None
 ) -> list[Check]:
-    """The verdicts over what was sampled and scored. ``drafting``: the run of ``approximate``."""
+    """The verdicts over what was sampled and scored. ``drafting``: the run of ``approximate``, with what
+    contradicts itself in either."""
     answers = drafting.answers
     drafted = sum(answer.drafted for answer in answers)
     accepted = sum(answer.accepted for answer in answers)

@@ -13,10 +13,11 @@ from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versio
 from trtspec.backends import open_engine
 from trtspec.engine import Engine
 from trtspec.recipe import NoSpeculation, Recipe
-from trtspec.recipe_facts import fidelity
+from trtspec.recipe_facts import fidelity, is_for_gpu
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gpu import check_gpu
 from trtspec.verify.load import (
     Contender,
     Race,
@@ -78,6 +79,12 @@ def verify(
         max_tokens=_longest_prompt(recipe, settings),
         sample=settings.prompts is None,
     )
+    if is_for_gpu(recipe):
+        say("loading with TensorRT-LLM, one variant after another")
+        label = fidelity(recipe)
+        stop_tokens = tokenizer.eos_token_ids
+        checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=_LOSSLESS[label])
+        return _report(built, settings, prompts, checks, argv, began, created)
     texts: list[list[int]] = []
     if built.manifest.target != "baseline":
         texts = load_texts(
@@ -119,6 +126,19 @@ def verify(
         checks.insert(at + 1, exact.check)
     elif excuse:
         checks.insert(1, _skipped(exact_name, excuse, False))
+    return _report(built, settings, prompts, checks, argv, began, created)
+
+
+def _report(
+    built: Artifact,
+    settings: Settings,
+    prompts: Sequence[Prompt],
+    checks: Sequence[Check],
+    argv: Sequence[str],
+    began: float,
+    created: str,
+) -> Report:
+    recipe, label = built.recipe, fidelity(built.recipe)
     notes = ["1 nat is a factor of 2.72 in probability, 0.1 nat of 1.11"]
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
