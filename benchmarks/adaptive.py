@@ -35,6 +35,7 @@ from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE
 Run = dict[str, float]
 WAYS = ("none", "fixed", "adaptive")
 COPIED_TOKENS, GIVEN_TOKENS = 160, 16
+KV_BYTES = 256 * 2**20
 
 
 def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -86,6 +87,7 @@ def engines_of(folder: Path, changes: dict[str, Any]) -> tuple[dict[str, Embedde
     for way in WAYS:
         plain = artifact.recipe.model_dump(mode="json")
         plain["speculation"] |= {**changes, "adaptive": way == "adaptive"}
+        plain["limits"] |= {"kv_cache_bytes": KV_BYTES}  # three engines are open at once
         engines[way] = open_embedded(
             Recipe.model_validate(plain),
             artifact.target_dir,
