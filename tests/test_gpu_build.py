@@ -106,6 +106,17 @@ def test_serve_and_verify_say_in_one_line_what_lacks(
     assert "container" in errors[0]
 
 
+def test_a_draft_model_is_sealed_where_the_options_look_for_it(folder: Path, tmp_path: Path) -> None:
+    make_tiny_model(folder / "draft", seed=1, layers=1)
+    path = folder / "drafted.yaml"
+    path.write_text(RECIPE.replace("{kind: ngram}", "{kind: draft_model, model: {source: draft}}"))
+    built = build(path, tmp_path, version="1.4.0rc4").folder
+    options = yaml.safe_load((built / "trtllm" / "llm_api.yaml").read_text())
+    draft = options["speculative_config"]["speculative_model"]
+    assert draft == f"{ENGINE_MOUNT}/draft"
+    assert (built / "draft" / "model.safetensors").is_file()
+
+
 def test_opening_it_names_what_lacks(engine: Path) -> None:
     with pytest.raises(MissingError, match="needs TensorRT-LLM and an NVIDIA GPU"):
         open_engine(artifact.open_artifact(engine))
