@@ -64,7 +64,16 @@ def open_engine(artifact: Artifact, variant: Variant = "recipe", **overrides: An
                 corpus_dir=artifact.corpus_dir,
             )
         case TensorrtBackend() | PytorchBackend():
-            raise MissingError(gpu_backend_message(backend.kind))
+            if overrides:
+                given = ", ".join(f"{name}={value}" for name, value in overrides.items())
+                raise MissingError(f"backend.kind: {backend.kind}: an engine of TensorRT-LLM has no {given}")
+            from trtspec.trtllm import opening
+
+            try:
+                opening.installed()
+            except MissingError as error:
+                raise MissingError(f"{gpu_backend_message(backend.kind)} ({error})") from None
+            return opening.open_llm(artifact, recipe)
 
 
 def _override(backend: EmbeddedBackend, overrides: dict[str, Any]) -> EmbeddedBackend:

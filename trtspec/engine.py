@@ -53,33 +53,46 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Totals:
+    """What a whole request took. None: the engine does not tell."""
+
+    decode_steps: int | None
+    """Target steps that emitted tokens, the one that ends the prompt included."""
+    drafted: int | None
+    accepted: int | None
+
+
+@dataclass(frozen=True)
 class Output:
     """What one step made final for one request.
 
     ``new_tokens`` may be empty (a cancelled request's last output); a stop token is included as the last
-    of ``new_tokens``. ``drafted`` and ``accepted`` count this step only. ``finish_reason`` is None while
-    the request goes on.
+    of ``new_tokens``. ``drafted`` and ``accepted`` count this step only; they are None from engines that
+    count whole requests, whose last output has ``totals``, and whose outputs may hold several steps' tokens.
+    ``finish_reason`` is None while the request goes on.
     """
 
     request_id: str
     new_tokens: tuple[int, ...]
-    drafted: int = 0
-    accepted: int = 0
+    drafted: int | None = 0
+    accepted: int | None = 0
     finish_reason: FinishReason | None = None
+    totals: Totals | None = None
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine opened (tokens, pages and steps are counts; pages are KV pages)."""
+    """Counters since the engine opened (tokens, pages and steps are counts; pages are KV pages). None: the
+    engine does not tell."""
 
     steps: int = 0
     target_rows: int = 0
     """Rows of all target forwards: prefill, decode and verified positions alike."""
     generated_tokens: int = 0
-    decode_steps: int = 0
+    decode_steps: int | None = 0
     """Sequence-steps that emitted tokens; generated_tokens / decode_steps is the acceptance length."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafted_tokens: int | None = 0
+    accepted_tokens: int | None = 0
     held_back_steps: int = 0
     """Steps that could have drafted and did not: more sequences than ``speculation.max_concurrency``, or no
     draft would have paid (``speculation.adaptive``)."""
@@ -138,7 +151,8 @@ class Engine(Protocol):
 
     def score(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Scores:
         """Teacher-force one text through the target, ``chunk_tokens`` rows a forward (None: the
-        engine's own chunk). Needs no free slot in the batch and leaves no trace in the cache."""
+        engine's own chunk). Needs no free slot in the batch and leaves no trace in the cache. Raises
+        MissingError where the engine cannot."""
         ...
 
     def close(self) -> None: ...
@@ -146,14 +160,19 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: its new tokens and what drafting did for it."""
+    """A finished request: its new tokens and what drafting did for it. None: the engine does not tell."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
-    steps: int
-    drafted: int
-    accepted: int
+    steps: int | None
+    drafted: int | None
+    accepted: int | None
+
+
+def add(left: int | None, right: int | None) -> int | None:
+    """The sum of two counts; None if one is not known."""
+    return None if left is None or right is None else left + right
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
@@ -174,8 +193,8 @@ def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
         raise
     tokens: dict[str, list[int]] = {request_id: [] for request_id in order}
     steps = dict.fromkeys(order, 0)
-    drafted = dict.fromkeys(order, 0)
-    accepted = dict.fromkeys(order, 0)
+    drafted: dict[str, int | None] = dict.fromkeys(order, 0)
+    accepted: dict[str, int | None] = dict.fromkeys(order, 0)
     done: dict[str, Completion] = {}
     while len(done) < len(order):
         for output in engine.step():
@@ -184,10 +203,16 @@ def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
                 continue
             tokens[key].extend(output.new_tokens)
             steps[key] += bool(output.new_tokens)
-            drafted[key] += output.drafted
-            accepted[key] += output.accepted
+            drafted[key] = add(drafted[key], output.drafted)
+            accepted[key] = add(accepted[key], output.accepted)
             if output.finish_reason is not None:
+                counts = output.totals or Totals(steps[key], drafted[key], accepted[key])
                 done[key] = Completion(
-                    key, tuple(tokens[key]), output.finish_reason, steps[key], drafted[key], accepted[key]
+                    key,
+                    tuple(tokens[key]),
+                    output.finish_reason,
+                    counts.decode_steps,
+                    counts.drafted,
+                    counts.accepted,
                 )
     return [done[request_id] for request_id in order]

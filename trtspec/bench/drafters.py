@@ -24,7 +24,7 @@ from trtspec.backends import open_engine
 from trtspec.bench.prompts import prompts_of
 from trtspec.bench.rows import spread
 from trtspec.engine import Engine, Request
-from trtspec.errors import InputError, Problem
+from trtspec.errors import InputError, MissingError, Problem
 from trtspec.modelspec import read_modelspec
 from trtspec.recipe import ExactAcceptance, NoSpeculation, Recipe, Speculation
 
@@ -170,6 +170,8 @@ def answer(engine: Engine, prompt: Sequence[int], new_tokens: int) -> Trace:
             if not steps:
                 began = ended
             tokens += output.new_tokens
+            if output.drafted is None or output.accepted is None:
+                raise MissingError("this engine does not count the drafts of each step; nothing to compare")
             steps.append((len(output.new_tokens), output.drafted, output.accepted))
     return Trace(tuple(tokens), tuple(steps), ended - began)
 

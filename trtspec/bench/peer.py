@@ -73,7 +73,8 @@ def engine(options: dict[str, Any]) -> Loaded:
             "seconds": ended - began,
             "decode": [decode_tokens, ended - decode_began] if decode_tokens else None,
             "step_seconds": statistics.median(steps[len(steps) // 4 :]),
-            "decode_steps": after.decode_steps - before.decode_steps,
+            # This engine always tells them.
+            "decode_steps": (after.decode_steps or 0) - (before.decode_steps or 0),
             "held_back_steps": after.held_back_steps - before.held_back_steps,
         }
 

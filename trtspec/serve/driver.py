@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from trtspec.engine import Engine, EngineStats, Output, Request
+from trtspec.engine import Engine, EngineStats, Output, Request, add
 from trtspec.errors import InputError, Problem
 from trtspec.serve.protocol import Generate
 from trtspec.text import Detokenizer, StopStrings, Tokenizer
@@ -42,21 +42,25 @@ class Reply:
     stop_reason: str | None
     num_input_tokens: int
     num_output_tokens: int
-    steps: int
-    drafted: int
-    accepted: int
+    steps: int | None
+    drafted: int | None
+    accepted: int | None
     arrival_ns: int
     first_token_ns: int
     last_token_ns: int
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted / drafted; 0 when nothing was drafted."""
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; 0 when nothing was drafted, None when the engine does not tell."""
+        if self.accepted is None or self.drafted is None:
+            return None
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens emitted per target step, the bonus token included."""
+    def acceptance_length(self) -> float | None:
+        """Tokens emitted per target step, the bonus token included; None when the engine does not tell."""
+        if self.steps is None:
+            return None
         return self.num_output_tokens / self.steps if self.steps else 0.0
 
 
@@ -83,9 +87,9 @@ class _Job:
     arrival_ns: int
     text: str = ""
     tokens: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    steps: int | None = 0
+    drafted: int | None = 0
+    accepted: int | None = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     closed: bool = False
@@ -312,13 +316,16 @@ class Driver:
             del self._jobs[output.request_id]
         if job.closed:
             return
-        job.drafted += output.drafted
-        job.accepted += output.accepted
+        job.drafted = add(job.drafted, output.drafted)
+        job.accepted = add(job.accepted, output.accepted)
         if output.new_tokens:
             job.tokens += len(output.new_tokens)
-            job.steps += 1
+            job.steps = add(job.steps, 1)
             job.last_token_ns = time.monotonic_ns()
             job.first_token_ns = job.first_token_ns or job.last_token_ns
+        if output.totals is not None:
+            job.steps, job.drafted = output.totals.decode_steps, output.totals.drafted
+            job.accepted = output.totals.accepted
         tokens = output.new_tokens
         finish_reason: str | None = output.finish_reason
         stop_reason: str | None = None

@@ -188,7 +188,8 @@ def _outputs(reply: Reply, wanted: Generate) -> list[Any]:
             ("num_output_tokens", reply.num_output_tokens, np.int32),
             ("acceptance_length", reply.acceptance_length, np.float32),
         ):
-            tensors.append(pb_utils.Tensor(name, np.array([value], dtype=dtype)))
+            if value is not None:
+                tensors.append(pb_utils.Tensor(name, np.array([value], dtype=dtype)))
     return tensors
 
 
@@ -203,7 +204,7 @@ class _Metrics:
         self._families: list[Any] = []
         counter, gauge = pb_utils.MetricFamily.COUNTER, pb_utils.MetricFamily.GAUGE
         histogram = pb_utils.MetricFamily.HISTOGRAM
-        self._set: list[tuple[Any, Callable[[EngineStats], float]]] = [
+        self._set: list[tuple[Any, Callable[[EngineStats], float | None]]] = [
             (self._metric(gauge, "trtspec_requests_running", "Requests in the batch"), lambda s: s.running),
             (self._metric(gauge, "trtspec_requests_waiting", "Requests queued"), lambda s: s.waiting),
             (
@@ -223,7 +224,7 @@ class _Metrics:
         ):
             self._set.append((pages.Metric(labels={"state": state}), read))
         # Counters only go up, so they are moved by the difference to what they show.
-        self._add: list[tuple[Any, Callable[[EngineStats], float]]] = [
+        self._add: list[tuple[Any, Callable[[EngineStats], float | None]]] = [
             (self._metric(counter, f"trtspec_{name}_total", description), read)
             for name, description, read in (
                 ("generated_tokens", "Tokens generated", lambda s: s.generated_tokens),
@@ -243,9 +244,11 @@ class _Metrics:
 
     def update(self, stats: EngineStats, step_seconds: list[float]) -> None:
         for metric, read in self._set:
-            metric.set(float(read(stats)))
+            if (value := read(stats)) is not None:
+                metric.set(float(value))
         for metric, read in self._add:
-            metric.increment(max(0.0, float(read(stats)) - metric.value()))
+            if (value := read(stats)) is not None:
+                metric.increment(max(0.0, float(value) - metric.value()))
         for seconds in step_seconds:
             self._steps.observe(seconds)
 

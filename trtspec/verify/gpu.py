@@ -1,0 +1,280 @@
+"""The acceptance protocol of an engine that TensorRT-LLM runs.
+
+What the protocol of :mod:`trtspec.verify.protocol` rests on is not there: no scores, so a difference at 16
+bit cannot be told from rounding and perplexity is unknown; no float64; no drafts by a plan. Each is SKIPPED
+with the reason, or INCONCLUSIVE, and a gate that rests on it is then not passed. One engine takes the GPU's
+memory, so the variants run one after another, and speeds are not interleaved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from trtspec.artifact import Artifact
+from trtspec.backends import Variant, open_engine
+from trtspec.engine import Completion, Engine, generate
+from trtspec.errors import MissingError
+from trtspec.recipe import NoSpeculation
+from trtspec.recipe_facts import fidelity
+from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.load import DEAD_LENGTH, DEFINITION
+from trtspec.verify.lossless import requests_for
+from trtspec.verify.ruler import max_draft
+from trtspec.verify.settings import Settings
+from trtspec.verify.stats import ratio_of_sums, times_faster
+from trtspec.verify.texts import Prompt
+
+OnProgress = Callable[[str, int, int], None]
+ELSEWHERE = (
+    "quality and losslessness belong to weights and drafter, not to the GPU: verify the recipe of "
+    "trtspec migrate RECIPE --to embedded"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one variant did. ``seconds[prompt][round]`` of answers of equal length, one at a time."""
+
+    together: tuple[Completion, ...]
+    alone: tuple[Completion, ...]
+    """The first prompts of ``together``, one by one."""
+    seconds: tuple[tuple[float, ...], ...]
+    tokens: int
+    """Tokens of each of these timed answers."""
+
+
+@dataclass
+class _Found:
+    measured: dict[Variant, Measured] = field(default_factory=dict)
+    missing: dict[Variant, str] = field(default_factory=dict)
+    """Variant -> why it cannot be run."""
+
+
+def check_gpu(
+    built: Artifact,
+    prompts: Sequence[Prompt],
+    stop_tokens: frozenset[int],
+    settings: Settings,
+    on_progress: OnProgress,
+    *,
+    lossless: str,
+) -> list[Check]:
+    """All checks of ``built``; ``lossless``: the name of the check of greedy answers.
+
+    Raises MissingError where TensorRT-LLM cannot run the recipe itself.
+    """
+    recipe = built.recipe
+    speculates = not isinstance(recipe.speculation, NoSpeculation)
+    quantizes = recipe.quantization.kind != "none" or recipe.quantization.kv_cache != "none"
+    found = _Found()
+    variants: list[Variant] = ["recipe"]
+    variants += ["no_speculation"] if speculates else []
+    variants += ["baseline"] if quantizes else []
+    for number, variant in enumerate(variants):
+        on_progress(f"TensorRT-LLM: {variant}", number, len(variants))
+        try:
+            engine = open_engine(built, variant)
+        except MissingError as error:
+            if variant == "recipe":
+                raise
+            found.missing[variant] = str(error)
+            continue
+        with closing(engine):
+            found.measured[variant] = _measure(engine, prompts, stop_tokens, settings)
+    gates, draft_limit = recipe.gates, max_draft(recipe.speculation)
+    checks = [_lossless(found, lossless, speculates=speculates, required=gates.lossless)]
+    if fidelity(recipe) == "approximate":
+        reason = f"what approximate acceptance samples is judged by scores, which are not there; {ELSEWHERE}"
+        checks.append(_skipped("approximate", reason, True))
+    if speculates:
+        reason = "TensorRT-LLM does not compute in float64"
+        checks.append(_skipped(f"{lossless}_float64", reason, False))
+    checks.append(_quality(quantizes=quantizes, required=gates.max_perplexity_ratio is not None))
+    if speculates:
+        mine = found.measured["recipe"].together
+        checks.append(check_acceptance(mine, draft_limit=draft_limit, bound=gates.min_acceptance_length))
+    else:
+        reason = "the recipe does not speculate"
+        checks.append(_skipped("acceptance", reason, gates.min_acceptance_length is not None))
+    over: Variant = "baseline" if quantizes else "no_speculation"
+    checks.append(_speed(found, "speedup", "no_speculation", gates.min_speedup))
+    if quantizes or gates.min_speedup_over_baseline is not None:
+        checks.append(_speed(found, "speedup_over_baseline", over, gates.min_speedup_over_baseline))
+    return checks
+
+
+def _measure(
+    engine: Engine, prompts: Sequence[Prompt], stop_tokens: frozenset[int], settings: Settings
+) -> Measured:
+    requests = requests_for(prompts, settings.max_new_tokens, stop_tokens)
+    together = generate(engine, requests)  # also the warm-up
+    alone = [generate(engine, [request])[0] for request in requests[: settings.floor_prompts]]
+    tokens = min(settings.race_tokens, settings.max_new_tokens)
+    # No stop tokens: each answer has exactly as many tokens, whatever the variant.
+    raced = requests_for(prompts[: settings.race_prompts], tokens, frozenset())
+    seconds: list[list[float]] = [[] for _ in raced]
+    for _ in range(settings.rounds):
+        for number, request in enumerate(raced):
+            began = time.perf_counter()
+            answer = generate(engine, [request])[0]
+            seconds[number].append(time.perf_counter() - began)
+            if len(answer.tokens) != tokens:
+                found = f"{len(answer.tokens)} tokens where {tokens} were asked for without a stop token"
+                raise MissingError(f"TensorRT-LLM ended a timed answer otherwise: {found}")
+    return Measured(tuple(together), tuple(alone), tuple(map(tuple, seconds)), tokens)
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def _lossless(found: _Found, name: str, *, speculates: bool, required: bool) -> Check:
+    mine = found.measured["recipe"]
+    if not speculates:
+        return check_same(name, mine.alone, mine.together, None, drafts=None, required=required)
+    plain = found.measured.get("no_speculation")
+    if plain is None:
+        reason = f"not compared: {found.missing['no_speculation']}"
+        return _skipped(name, reason, required)
+    floor = (plain.alone, plain.together)
+    accepted = [one.accepted for one in mine.together]
+    drafts = None if None in accepted else sum(count for count in accepted if count)
+    return check_same(name, plain.together, mine.together, floor, drafts=drafts, required=required)
+
+
+def check_same(
+    name: str,
+    reference: Sequence[Completion],
+    other: Sequence[Completion],
+    floor: tuple[Sequence[Completion], Sequence[Completion]] | None,
+    *,
+    drafts: int | None,
+    required: bool,
+) -> Check:
+    """Whether greedy answers are equal, token by token.
+
+    ``floor``: answers without speculation at batch 1 and in a batch; None: the recipe does not speculate, and
+    these are what is compared. ``drafts``: accepted drafted tokens; None: not known.
+    """
+    pairs = list(zip(reference, other, strict=False))  # batch 1 has fewer
+    different = sum(left.tokens != right.tokens for left, right in pairs)
+    tokens = sum(len(left.tokens) for left, _ in pairs)
+    against = "without speculation" if floor else "at batch 1"
+    scope = f"{len(pairs)} answers ({tokens} tokens)"
+    evidence: dict[str, Any] = {"answers": len(pairs), "different": different, "accepted": drafts}
+    if floor is not None:
+        evidence["different_by_batch"] = sum(a.tokens != b.tokens for a, b in zip(*floor, strict=False))
+    verdict = Verdict.INCONCLUSIVE
+    if different:
+        batch = ""
+        if floor is not None:
+            counted = f"{evidence['different_by_batch']} of {min(map(len, floor))}"
+            batch = f"; without speculation, a batch and batch 1 differ in {counted}"
+        summary = (
+            f"{different} of {len(pairs)} answers differ from the same weights {against}{batch}. "
+            f"TensorRT-LLM gives no scores, so rounding at near ties cannot be told from a fault: {ELSEWHERE}"
+        )
+    elif floor is not None and not drafts:
+        told = "TensorRT-LLM does not tell what was accepted" if drafts is None else "no draft was accepted"
+        summary = f"identical in {scope}, but {told}, so this shows little; use longer answers or --prompts"
+    else:
+        verdict = Verdict.PASS
+        summary = f"identical to the same weights {against} in {scope}"
+        if drafts:
+            summary += f"; {drafts} drafted tokens accepted"
+    how = "greedy, token by token; the variants one after another on the same GPU"
+    return Check(name, verdict, summary, required, n=len(pairs), n_unit="prompts", how=how, evidence=evidence)
+
+
+def _quality(*, quantizes: bool, required: bool) -> Check:
+    if not quantizes:
+        return _skipped("quality", "nothing is quantized: the target is the 16-bit baseline", False)
+    reason = f"perplexity needs scores, which TensorRT-LLM does not give here; {ELSEWHERE}"
+    return _skipped("quality", reason, required)
+
+
+def check_acceptance(answers: Sequence[Completion], *, draft_limit: int | None, bound: float | None) -> Check:
+    """Acceptance length by TensorRT-LLM's own counts of each request. SKIPPED where it does not count steps,
+    ERROR where its counts are impossible or those of a verification that accepts everything."""
+    how = f"{DEFINITION}; greedy, TensorRT-LLM's counts of requests (decoding_iter); 95 % bootstrap over them"
+    known = [(one, one.steps) for one in answers if one.steps]
+    if len(known) < len(answers):
+        reason = (
+            f"TensorRT-LLM did not tell the steps of {len(answers) - len(known)} of {len(answers)} requests"
+        )
+        return _skipped("acceptance", reason, bound is not None)
+    tokens = [float(len(one.tokens)) for one, _ in known]
+    length, interval = ratio_of_sums(tokens, [float(steps) for _, steps in known])
+    drafted = [one.drafted for one in answers if one.drafted is not None]
+    accepted = [one.accepted for one in answers if one.accepted is not None]
+    all_told = len(drafted) == len(accepted) == len(answers)
+    rate = "drafted tokens not told by this version"
+    if all_told:
+        rate = f"{sum(accepted)} of {sum(drafted)} drafted tokens accepted"
+    evidence: dict[str, Any] = {
+        "definition": DEFINITION,
+        "acceptance_length": length,
+        "acceptance_rate": sum(accepted) / sum(drafted) if all_told and sum(drafted) else None,
+        "drafted": sum(drafted) if all_told else None,
+        "accepted": sum(accepted) if len(accepted) == len(answers) else None,
+        "decode_steps": sum(steps for _, steps in known),
+    }
+    problem = ""
+    if length < 1.0:
+        problem = f"acceptance length {length:.3f} is impossible: a step emits at least one token"
+    elif draft_limit is not None and length > draft_limit + 1:
+        problem = f"acceptance length {length:.3f} is impossible with {draft_limit} drafted tokens a step"
+    elif all_told and sum(accepted) > sum(drafted):
+        problem = f"{sum(accepted)} tokens accepted of {sum(drafted)} drafted"
+    elif all_told and sum(drafted) and sum(accepted) == sum(drafted) and len(answers) > 1:
+        problem = f"all {sum(drafted)} drafted tokens accepted: a broken verification (NaN logits) does that"
+    if problem:
+        return Check("acceptance", Verdict.ERROR, problem, True, bound=bound, how=how, evidence=evidence)
+    warnings: tuple[str, ...] = ()
+    if length < DEAD_LENGTH:
+        warnings = (f"the drafter is of no use on these prompts: {length:.3f} tokens a step (1 without it)",)
+    return gated(
+        name="acceptance",
+        what=f"{rate}; tokens a step",
+        measured=length,
+        interval=interval,
+        bound=bound,
+        sense="at least",
+        unit="tokens/step",
+        n=len(answers),
+        n_unit="requests",
+        how=how,
+        warnings=warnings,
+        evidence=evidence,
+    )
+
+
+def _speed(found: _Found, name: str, over: Variant, bound: float | None) -> Check:
+    mine, other = found.measured["recipe"], found.measured.get(over)
+    if other is None:
+        reason = found.missing.get(over, "the recipe does not speculate")
+        return _skipped(name, reason, bound is not None)
+    ratio, interval = times_faster([list(row) for row in mine.seconds], [list(row) for row in other.seconds])
+    rates = [one.tokens * sum(map(len, one.seconds)) / sum(map(sum, one.seconds)) for one in (mine, other)]
+    return gated(
+        name=name,
+        what=f"{rates[0]:.1f} against {rates[1]:.1f} tokens/s (batch 1, prompt included): speedup",
+        measured=ratio,
+        interval=interval,
+        bound=bound,
+        sense="at least",
+        n=len(mine.seconds),
+        n_unit="prompts",
+        how=(
+            "batch 1, greedy, through LLM() in this process; wall time of whole requests of equal length; "
+            "the variants one after another, not interleaved; 95 % paired bootstrap over prompts and rounds"
+        ),
+        evidence={"tokens_per_s": rates, "seconds": [mine.seconds, other.seconds]},
+    )
+
+
+def _skipped(name: str, reason: str, required: bool) -> Check:
+    return Check(name, Verdict.SKIPPED, reason, required=required)
