@@ -78,7 +78,7 @@ def totals_of(result: Any, num_tokens: int, *, speculates: bool) -> Totals:
     if not speculates:
         return Totals(steps, 0, 0)
     metrics = getattr(result.outputs[0], "request_perf_metrics", None)
-    drafting = getattr(metrics, "speculative_decoding", None)
+    drafting: Any = getattr(metrics, "speculative_decoding", None)
     drafted = getattr(drafting, "total_draft_tokens", 0)
     if drafted:
         return Totals(steps, int(drafted), int(drafting.total_accepted_draft_tokens))

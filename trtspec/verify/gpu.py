@@ -211,15 +211,16 @@ def check_acceptance(answers: Sequence[Completion], *, draft_limit: int | None, 
     drafted = [one.drafted for one in answers if one.drafted is not None]
     accepted = [one.accepted for one in answers if one.accepted is not None]
     all_told = len(drafted) == len(accepted) == len(answers)
+    num_drafted, num_accepted = sum(drafted), sum(accepted)
     rate = "drafted tokens not told by this version"
     if all_told:
-        rate = f"{sum(accepted)} of {sum(drafted)} drafted tokens accepted"
+        rate = f"{num_accepted} of {num_drafted} drafted tokens accepted"
     evidence: dict[str, Any] = {
         "definition": DEFINITION,
         "acceptance_length": length,
-        "acceptance_rate": sum(accepted) / sum(drafted) if all_told and sum(drafted) else None,
-        "drafted": sum(drafted) if all_told else None,
-        "accepted": sum(accepted) if len(accepted) == len(answers) else None,
+        "acceptance_rate": num_accepted / num_drafted if all_told and num_drafted else None,
+        "drafted": num_drafted if all_told else None,
+        "accepted": num_accepted if len(accepted) == len(answers) else None,
         "decode_steps": sum(steps for _, steps in known),
     }
     problem = ""
@@ -227,10 +228,10 @@ def check_acceptance(answers: Sequence[Completion], *, draft_limit: int | None, 
         problem = f"acceptance length {length:.3f} is impossible: a step emits at least one token"
     elif draft_limit is not None and length > draft_limit + 1:
         problem = f"acceptance length {length:.3f} is impossible with {draft_limit} drafted tokens a step"
-    elif all_told and sum(accepted) > sum(drafted):
-        problem = f"{sum(accepted)} tokens accepted of {sum(drafted)} drafted"
-    elif all_told and sum(drafted) and sum(accepted) == sum(drafted) and len(answers) > 1:
-        problem = f"all {sum(drafted)} drafted tokens accepted: a broken verification (NaN logits) does that"
+    elif all_told and num_accepted > num_drafted:
+        problem = f"{num_accepted} tokens accepted of {num_drafted} drafted"
+    elif all_told and num_drafted and num_accepted == num_drafted and len(answers) > 1:
+        problem = f"all {num_drafted} drafted tokens accepted: a broken verification (NaN logits) does that"
     if problem:
         return Check("acceptance", Verdict.ERROR, problem, True, bound=bound, how=how, evidence=evidence)
     warnings: tuple[str, ...] = ()
@@ -258,7 +259,10 @@ def _speed(found: _Found, name: str, over: Variant, bound: float | None) -> Chec
         reason = found.missing.get(over, "the recipe does not speculate")
         return _skipped(name, reason, bound is not None)
     ratio, interval = times_faster([list(row) for row in mine.seconds], [list(row) for row in other.seconds])
-    rates = [one.tokens * sum(map(len, one.seconds)) / sum(map(sum, one.seconds)) for one in (mine, other)]
+    rates = [
+        one.tokens * sum(len(row) for row in one.seconds) / sum(sum(row) for row in one.seconds)
+        for one in (mine, other)
+    ]
     return gated(
         name=name,
         what=f"{rates[0]:.1f} against {rates[1]:.1f} tokens/s (batch 1, prompt included): speedup",
