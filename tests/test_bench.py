@@ -289,7 +289,7 @@ def test_what_is_compared(artifact: Artifact) -> None:
 
 def test_the_estimate_grows_with_what_is_measured(artifact: Artifact, planted: Any) -> None:
     def estimated(size: bench.Size, count: int, **more: bool) -> float:
-        found = [planted(str(i)) for i in range(count)]
+        found = [*peers.engines_of(artifact), *(planted(str(i)) for i in range(count))]
         return bench.estimated_seconds(artifact, size, found, scaling=more.get("scaling", False))
 
     more_rounds = bench.Size(SMALL.batches, SMALL.workloads, SMALL.new_tokens, 30)

@@ -27,7 +27,7 @@ from trtspec.modelspec import read_modelspec
 __all__ = ["FULL", "QUICK", "BenchRow", "Size", "bench_engine", "bench_scaling", "estimated_seconds", "plan"]
 
 _LOAD_SECONDS = {"engine": 6, "transformers": 9, "vllm": 12, "openvino": 4, "streaming_read": 3}
-_OPERATIONS_PER_S, _BYTES_PER_S, _STEP_OVERHEAD_S = 3e11, 8e9, 0.01
+_OPERATIONS_PER_S, _BYTES_PER_S, _STEP_OVERHEAD_S = 1e11, 8e9, 0.01
 """Of one CPU core, of memory, and of a step: assumed, for :func:`estimated_seconds` only."""
 
 
@@ -167,7 +167,8 @@ def estimated_seconds(artifact: Artifact, size: Size, peers: Sequence[Peer], *, 
 
     def answer(prompt_tokens: float, batch: int, new_tokens: int) -> float:
         step = max(weights / _BYTES_PER_S, weights * batch / flops_per_s) + _STEP_OVERHEAD_S * (1 + batch / 8)
-        return batch * prompt_tokens * weights / flops_per_s + new_tokens * step
+        prompts = batch * prompt_tokens * weights / flops_per_s * (1 + prompt_tokens / 4096)  # attention
+        return prompts + new_tokens * step
 
     present = [peer for peer in peers if not peer.absent]
     total = float(sum(_LOAD_SECONDS.get(peer.kind, 5) for peer in present)) + _LOAD_SECONDS["streaming_read"]
@@ -181,5 +182,6 @@ def estimated_seconds(artifact: Artifact, size: Size, peers: Sequence[Peer], *, 
                 total += once * sum(peer.takes(batch) for peer in present)
     if scaling:
         for _, batch, context in grid(artifact, size.scaling_batches, size.scaling_contexts):
-            total += 2 * (size.scaling_rounds + 1) * answer(context, batch, 32)
+            engines = sum(peer.kind == "engine" for peer in present)
+            total += engines * size.scaling_rounds * answer(context, batch, 32)
     return total

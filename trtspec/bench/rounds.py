@@ -125,14 +125,16 @@ def measure(
     new_tokens: int,
     rounds: int,
     each_round: Callable[[], None] = lambda: None,
+    warm_tokens: int | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each peer to the same prompts, round by round, after a short one that is not counted.
+    """The answers of each peer to the same prompts, round by round, after a short one that is not counted
+    (to the first ``warm_tokens`` of each prompt; None: to all of it).
 
     Each round starts with another peer, so that none always comes after the same neighbour.
     """
     answers: dict[str, list[dict[str, Any]]] = {one.peer.name: [] for one in running}
     for one in running:
-        one.run(prompts, min(8, new_tokens))
+        one.run([prompt[:warm_tokens] for prompt in prompts], min(8, new_tokens))
     for number in range(rounds):
         start = number % len(running)
         for one in [*running[start:], *running[:start]]:

@@ -86,7 +86,7 @@ def bench_scaling(
             progress(f"by {axis}: batch {batch}, context {context}")
             new = min(new_tokens, context // 2)
             prompts = [text_of(artifact, context - new, start=i) for i in range(batch)]
-            answers = measure(running, prompts, new, rounds)
+            answers = measure(running, prompts, new, rounds, warm_tokens=BATCH_CONTEXT)
             for one in running:
                 rest = answers[one.peer.name]
                 failed = next((str(answer["error"]) for answer in rest if "error" in answer), "")
