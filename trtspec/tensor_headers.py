@@ -30,9 +30,41 @@ class TensorHeader:
     file: Path
     start: int
     """Where its bytes begin in the file."""
+    strides: tuple[int, ...] | None = None
+    """Of a pickled tensor whose values do not lie in the order of its indices, in values."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def read(self) -> bytes:
+        """The values, row by row. InputError or MissingError if the file cannot be read any more."""
+        count, size = math.prod(self.shape), DTYPE_BYTES[self.dtype]
+        with open(open_user_file(self.file), "rb") as file:
+            file.seek(self.start)
+            if self.strides is None or not count:
+                raw = file.read(count * size)
+            else:
+                last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+                raw = _in_order(file.read((last + 1) * size), self.shape, self.strides, size)
+        if len(raw) != count * size:
+            raise InputError(Problem("became shorter while it was read", file=shown_path(self.file)))
+        return raw
 
 
-_DTYPE_BYTES = {
+def _in_order(raw: bytes, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bytes:
+    values = memoryview(raw).cast({1: "B", 2: "H", 4: "I", 8: "Q"}[size])
+    starts = [0]
+    for length, stride in zip(shape[:-1], strides[:-1], strict=True):
+        starts = [start + at * stride for start in starts for at in range(length)]
+    length, stride = shape[-1], strides[-1]
+    if stride == 0:
+        return b"".join(values[start : start + 1].tobytes() * length for start in starts)
+    reach = (length - 1) * stride + 1
+    return b"".join(values[start : start + reach : stride].tobytes() for start in starts)
+
+
+DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
@@ -127,7 +159,7 @@ def read_file_headers(path: Path) -> tuple[dict[str, TensorHeader], str | None]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return {}, f"the safetensors header is malformed; {again}"
     for name, (begin, end) in spans.items():
-        wanted = math.prod(tensors[name].shape) * _DTYPE_BYTES.get(tensors[name].dtype, 0)
+        wanted = math.prod(tensors[name].shape) * DTYPE_BYTES.get(tensors[name].dtype, 0)
         if end - begin != wanted:
             return {}, f"{name} ({tensors[name].dtype} {list(tensors[name].shape)}) has {end - begin} bytes"
     expected = 8 + length + max((end for _, end in spans.values()), default=0)

@@ -252,7 +252,7 @@ def test_wrong_folders_are_named(tmp_path: Path) -> None:
     folder = write_heads("eagle3", tmp_path / "eagle3")
     assert "these are eagle3 heads; write speculation kind: eagle3" in problems_of(folder, "eagle")
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
-    assert "not a whole safetensors file" in problems_of(folder, "eagle3")
+    assert "a git-lfs pointer, not weights" in problems_of(folder, "eagle3")
     make_tiny_model(tmp_path / "model", vocab=VOCAB, hidden=HIDDEN, tokenizer=False)
     assert "no heads that are known here" in problems_of(tmp_path / "model", "medusa")
 
@@ -265,7 +265,7 @@ class Innocent:
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_heads("medusa", tmp_path, "original")
     torch.save({"0.0.linear.weight": Innocent()}, tmp_path / "medusa_lm_head.pt")
-    assert "not a file of plain tensors" in problems_of(tmp_path, "medusa")
+    assert "not a plain mapping of names to tensors" in problems_of(tmp_path, "medusa")
     assert "must never run" not in capsys.readouterr().out
 
 

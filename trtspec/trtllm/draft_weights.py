@@ -1,49 +1,31 @@
 """Trees and trained heads in the forms that TensorRT-LLM takes, checked before anything is built.
 
-Layouts, by file names and headers (no weights are read, nothing is unpickled but names and shapes):
-
-- Medusa (engines): ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers``, weights in
-  ``medusa_lm_head.pt``, else ``medusa_lm_head.safetensors``; any other file name is not found by the
-  convert script. ``{i}.{j}.linear.weight`` [hidden, hidden], ``{i}.{layers}.weight`` [vocabulary, hidden];
-  ModelOpt's names (``medusa_heads.{i}.medusa_layers.{j}.linear``, ``medusa_heads.{i}.lm_head``) too.
-- EAGLE-1/2 (engines): ``config.json`` of the one-layer decoder, weights in ``pytorch_model.bin`` or
-  safetensors: ``fc.weight`` [hidden, 2 hidden], ``layers.0.*``.
-- EAGLE-3 (LLM API): the same with ``fc.weight`` [hidden, 3 target hidden], ``midlayer.*`` or
-  ``layers.0.*``, ``lm_head.weight`` [draft vocabulary, hidden], and ``d2t`` where the draft vocabulary is a
-  part of the target's.
+Heads are read by :mod:`trtspec.heads_layout`, by file names and headers: Medusa and EAGLE-1/2 for engines,
+EAGLE-3 for the LLM API.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
-import zipfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from trtspec.errors import InputError, Problem
+from trtspec.heads_check import backend_problems, tensorrt_file_problem
+from trtspec.heads_layout import HeadsKind, read_heads
+from trtspec.heads_shape import MedusaShape, read_shape
 from trtspec.modelspec import ModelSpec
 from trtspec.recipe import EagleSpeculation, MedusaSpeculation, Recipe
 from trtspec.recipe_facts import drafted_positions
 from trtspec.recipe_rules import RULES
-from trtspec.tensor_headers import read_file_headers, read_json
-from trtspec.user_files import open_user_file, shown_path
+from trtspec.tensor_headers import read_json
 
 Choices = Sequence[Sequence[int]]
-HeadsKind = Literal["medusa", "eagle", "eagle3"]
-
-MEDUSA_FILES = ("medusa_lm_head.pt", "medusa_lm_head.safetensors")
-"""In the order in which TensorRT-LLM looks for them."""
-EAGLE_FILES = ("pytorch_model.bin", "model.safetensors")
 DEFAULT_MEDUSA_DEPTH = 4
 """Longest path of TensorRT-LLM's default tree (mc_sim_7b_63)."""
 _BRACES = re.compile(r"\{[0-9]+(?:, ?[0-9]+)*\}(?:, ?\{[0-9]+(?:, ?[0-9]+)*\})*")
-_MAX_PICKLE_BYTES = 16_000_000
 
 
 # --------------------------------------------------------------------------- trees
@@ -136,212 +118,21 @@ def inspect_draft_weights(folder: Path, kind: HeadsKind, target: ModelSpec | Non
     between config.json and weights, shapes of another target.
     """
     problems: list[Problem] = []
-    if not folder.is_dir():
-        raise InputError(Problem("no such folder; give a folder with trained heads", file=shown_path(folder)))
-    config = read_json(folder / "config.json", problems) or {}
-    wanted = MEDUSA_FILES if kind == "medusa" else EAGLE_FILES
-    file = next((folder / name for name in wanted if (folder / name).is_file()), None)
-    shapes: dict[str, tuple[int, ...]] = {}
-    if file is None:
-        found = sorted(
-            path.name for path in folder.iterdir() if path.suffix in (".pt", ".bin", ".safetensors")
-        )
-        problems.append(
-            Problem(
-                f"no weights that TensorRT-LLM looks for; found: {', '.join(found) or 'none'}; allowed: "
-                f"{' or '.join(wanted)}; rename the file",
-                file=str(folder),
-            )
-        )
-    else:
-        shapes, problem = read_shapes(file)
-        if problem is not None:
-            problems.append(Problem(problem, file=str(file)))
-    if problems or file is None:
+    if folder.is_dir():
+        read_json(folder / "config.json", problems)
+        if (unfound := tensorrt_file_problem(folder, kind)) is not None:
+            raise InputError([*problems, unfound])
+    heads = None if problems else read_heads(folder, problems)
+    if heads is None:
         raise InputError(problems)
-    checked = _Checked(folder, file, config, shapes, target, problems)
-    weights = _medusa(checked) if kind == "medusa" else _eagle(checked, kind)
+    if heads.kind != kind:
+        message = f"these are {heads.kind} heads, {kind} was asked for; write speculation.kind: {heads.kind}"
+        raise InputError(Problem(message, file=str(folder)))
+    shape = read_shape(heads, target, problems)
+    problems += backend_problems(heads, shape, "pytorch" if kind == "eagle3" else "tensorrt")
     if problems:
         raise InputError(problems)
-    return weights
-
-
-@dataclass(frozen=True)
-class _Checked:
-    folder: Path
-    file: Path
-    config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    target: ModelSpec | None
-    problems: list[Problem]
-
-    def number(self, key: str) -> int | None:
-        value = self.config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return value
-        found = "missing" if value is None else f"found {value!r}"
-        self.problems.append(
-            Problem(
-                f"{found}; a whole number is needed, TensorRT-LLM reads it",
-                file=str(self.folder / "config.json"),
-                key=key,
-            )
-        )
-        return None
-
-    def want(self, name: str, *shape: int | None) -> None:
-        """A tensor of that shape; None stands for any size."""
-        found = self.shapes.get(name)
-        if found is None:
-            self.problems.append(Problem("missing", file=str(self.file), key=name))
-        elif len(found) != len(shape) or any(
-            b is not None and a != b for a, b in zip(found, shape, strict=True)
-        ):
-            needed = [size if size is not None else "any" for size in shape]
-            self.problems.append(
-                Problem(
-                    f"shape {list(found)}, {needed} is needed; heads work only with the target they were "
-                    "trained for",
-                    file=str(self.file),
-                    key=name,
-                )
-            )
-
-
-_BLOCK = re.compile(r"^(?:medusa_heads\.)?(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.weight$")
-_HEAD = re.compile(r"^(?:medusa_heads\.)?(\d+)\.(?:\d+|lm_head)\.weight$")
-
-
-def _medusa(checked: _Checked) -> DraftWeights:
-    blocks: dict[int, set[int]] = {}
-    outputs: dict[int, str] = {}
-    hidden = checked.target.hidden_size if checked.target else None
-    vocabulary = checked.target.vocab_size if checked.target else None
-    for name in checked.shapes:
-        if match := _BLOCK.match(name):
-            blocks.setdefault(int(match[1]), set()).add(int(match[2]))
-            checked.want(name, hidden, hidden)
-        elif match := _HEAD.match(name):
-            outputs[int(match[1])] = name
-            checked.want(name, vocabulary, hidden)
-    heads, layers = checked.number("medusa_num_heads"), checked.number("medusa_num_layers")
-    config = str(checked.folder / "config.json")
-    if heads is not None and sorted(outputs) != list(range(heads)):
-        checked.problems.append(
-            Problem(
-                f"{heads} heads, the weights hold {len(outputs)} ({sorted(outputs)}); copy the folder again",
-                file=config,
-                key="medusa_num_heads",
-            )
-        )
-    for head in sorted(outputs):
-        if layers is not None and blocks.get(head, set()) != set(range(layers)):
-            checked.problems.append(
-                Problem(
-                    f"{layers} layers, head {head} holds {len(blocks.get(head, set()))}",
-                    file=config,
-                    key="medusa_num_layers",
-                )
-            )
-    return DraftWeights("medusa", checked.file, heads or 0, layers or 0)
-
-
-def _eagle(checked: _Checked, kind: Literal["eagle", "eagle3"]) -> DraftWeights:
-    third = kind == "eagle3"
-    hidden, layers = checked.number("hidden_size"), checked.number("num_hidden_layers")
-    target = checked.target
-    names = checked.shapes
-    prefix = "midlayer" if any(name.startswith("midlayer.") for name in names) else "layers.0"
-    inputs = (3 * target.hidden_size if target else None) if third else 2 * hidden if hidden else None
-    checked.want("fc.weight", hidden, inputs)
-    width = (2 if third else 1) * hidden if hidden else None
-    for part in "qkv":
-        checked.want(f"{prefix}.self_attn.{part}_proj.weight", None, width)
-    checked.want(f"{prefix}.self_attn.o_proj.weight", hidden, None)
-    checked.want(f"{prefix}.mlp.down_proj.weight", hidden, None)
-    looks_third = f"{prefix}.hidden_norm.weight" in names or "d2t" in names
-    if looks_third != third:
-        right = "eagle3" if looks_third else "eagle"
-        checked.problems.append(
-            Problem(
-                f"these are {right} heads, {kind} was asked for; write speculation.kind: {right}",
-                file=str(checked.folder),
-            )
-        )
-    vocabulary = checked.config.get("vocab_size")
-    if target is not None and vocabulary != target.vocab_size:
-        checked.problems.append(
-            Problem(
-                f"found {vocabulary!r}, the target has {target.vocab_size}; these heads are another target's",
-                file=str(checked.folder / "config.json"),
-                key="vocab_size",
-            )
-        )
-    if target is not None and not third and hidden is not None and hidden != target.hidden_size:
-        checked.problems.append(
-            Problem(
-                f"found {hidden}, the target has {target.hidden_size}; these heads are another target's",
-                file=str(checked.folder / "config.json"),
-                key="hidden_size",
-            )
-        )
-    drafted = None
-    if third:
-        drafted = checked.config.get("draft_vocab_size", vocabulary)
-        checked.want("lm_head.weight", drafted, hidden)
-        if drafted != vocabulary:
-            checked.want("d2t", drafted)
-    return DraftWeights(kind, checked.file, 1, layers or 0, drafted)
-
-
-# --------------------------------------------------------------------------- shapes without torch
-
-
-def read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], str | None]:
-    """(shapes by name, what is wrong): of a safetensors file or of a zip that torch.save made."""
-    if path.suffix == ".safetensors":
-        headers, problem = read_file_headers(path)
-        return {name: header.shape for name, header in headers.items()}, problem
-    with open(open_user_file(path), "rb") as file:
-        start = file.read(8)
-        if start.startswith(b"version "):
-            return {}, "a git-lfs pointer, not weights; run 'git lfs pull' in the folder"
-        if not start.startswith(b"PK"):
-            return {}, "not a file that torch.save makes since 1.6 (a zip); save the state_dict again"
-        file.seek(0)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-                if archive.getinfo(name).file_size > _MAX_PICKLE_BYTES:
-                    return {}, "holds more than tensors; save the state_dict"
-                value = _ShapeUnpickler(io.BytesIO(archive.read(name))).load()
-        except Exception as error:  # a damaged pickle raises whatever it stumbles over
-            return {}, f"not a plain mapping of names to tensors ({error}); save the state_dict"
-    if not isinstance(value, dict) or not all(isinstance(item, _Shape) for item in value.values()):
-        return {}, "not a plain mapping of names to tensors; save the state_dict"
-    return {str(name): item.sizes for name, item in value.items()}, None
-
-
-@dataclass(frozen=True)
-class _Shape:
-    sizes: tuple[int, ...]
-
-
-def _shape(storage: object, offset: int, size: Sequence[int], *rest: object) -> _Shape:
-    return _Shape(tuple(map(int, size)))
-
-
-class _ShapeUnpickler(pickle.Unpickler):
-    """Reads the shapes of a state_dict: nothing but tensors, storages and dicts exists for it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _shape
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        raise pickle.UnpicklingError(f"{module}.{name} is no tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return None
+    if isinstance(shape, MedusaShape):
+        return DraftWeights(kind, heads.files[0], len(shape.blocks), max(map(len, shape.blocks), default=0))
+    drafted = shape.draft_vocab_size if kind == "eagle3" else None
+    return DraftWeights(kind, heads.files[0], 1, shape.num_layers, drafted)
