@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from trtspec.cli.output import UserPath, json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
@@ -97,7 +98,10 @@ def serve(
         options = {
             "--host": host, "--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port
         }  # fmt: skip
-        _serve_in_container(artifact, options, dry_run=dry_run, as_json=as_json)
+        paths = {"log": log, "ready_file": ready_file}
+        given = click.get_current_context().get_parameter_source("start_timeout")
+        timeout = start_timeout if given is ParameterSource.COMMANDLINE else None
+        _serve_in_container(artifact, options, paths, timeout, dry_run=dry_run, as_json=as_json)
         return
     serving = artifact.recipe.serving
     drafting = describe_acceptance(artifact.recipe)
@@ -203,6 +207,13 @@ def generate(
         from trtspec.text import Tokenizer
 
         artifact = open_artifact(engine)
+        if artifact.recipe.backend.kind == "tensorrt":
+            from trtspec.trtllm.launch import curl_example
+
+            raise MissingError(
+                "backend.kind: tensorrt: its server has the tensors of NVIDIA's C++ backend, which generate "
+                f"does not speak; ask it with: {curl_example(artifact.recipe)}"
+            )
         serving = artifact.recipe.serving
         url = url or f"{'127.0.0.1' if serving.host == '0.0.0.0' else serving.host}:{serving.grpc_port}"
         model_name = model_name or serving.model_name
@@ -337,9 +348,16 @@ def _print_ready(plan: Plan, finished: Finished, drafting: str) -> None:
 
 
 def _serve_in_container(
-    artifact: Artifact, options: dict[str, str | int | None], *, dry_run: bool, as_json: bool
+    artifact: Artifact,
+    options: dict[str, str | int | None],
+    paths: dict[str, Path | None],
+    start_timeout: float | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
-    """What serves a GPU backend's engine: its rendered repository and script, in NVIDIA's container."""
+    """Serve a GPU backend's engine by its rendered repository and script, if this is NVIDIA's container;
+    ``dry_run`` shows them."""
     from trtspec.artifact import TRTLLM_DIR
     from trtspec.gpu_plan import ENGINE_MOUNT, read_rendered
     from trtspec.trtllm.launch import LAUNCH_FILE, curl_example, docker_command
@@ -359,10 +377,30 @@ def _serve_in_container(
     script = f"{ENGINE_MOUNT}/{TRTLLM_DIR}/{LAUNCH_FILE}"
     command = docker_command(str(artifact.folder.resolve()), script, ENGINE_MOUNT)
     if not dry_run:
-        raise MissingError(
-            f"backend.kind: {artifact.recipe.backend.kind}: served by Triton in NVIDIA's container, not by "
-            f"trtspec; --dry-run prints its files; the command is: {command}"
+        from trtspec.serve.container import START_TIMEOUT_S, serve_here, server_here
+
+        try:
+            server = server_here(rendered.version)
+        except MissingError as error:
+            raise MissingError(
+                f"backend.kind: {artifact.recipe.backend.kind}: served by Triton in NVIDIA's container, not "
+                f"here ({error}); --dry-run prints its files; the command is: {command}"
+            ) from None
+
+        def say(line: str) -> None:
+            click.echo(line, err=True)
+
+        say(f"starting Triton with TensorRT-LLM {rendered.version} for {artifact.recipe.name} ...")
+        serve_here(
+            artifact,
+            server,
+            on_ready=lambda: _container_ready(artifact, as_json=as_json),
+            say=say,
+            start_timeout_s=start_timeout or START_TIMEOUT_S,
+            **paths,
         )
+        say("stopped")
+        return
     prefix = f"{TRTLLM_DIR}/"
     names = sorted(name for name in artifact.manifest.files if name.startswith(f"{prefix}triton/"))
     files = {name: (artifact.folder / name).read_text() for name in [*names, f"{prefix}{LAUNCH_FILE}"]}
@@ -374,6 +412,40 @@ def _serve_in_container(
     for name, content in files.items():
         click.echo(f"==> {name}\n{content}")
     click.echo(f"==> {rendered.label}\n{command}\n\n==> ask it\n{ask}")
+
+
+def _container_ready(artifact: Artifact, *, as_json: bool) -> dict[str, Any]:
+    """Print where the engine is served. Of the LLM API's model, after a short request through it."""
+    from trtspec.serve.client import generate as ask
+    from trtspec.serve.protocol import Generate
+    from trtspec.trtllm.launch import curl_example
+
+    serving = artifact.recipe.serving
+    host = "127.0.0.1" if serving.host == "0.0.0.0" else serving.host
+    fields: dict[str, Any] = {
+        "pid": os.getpid(),
+        "model_name": serving.model_name,
+        "http": f"http://{host}:{serving.http_port}",
+        "grpc": f"{host}:{serving.grpc_port}",
+        "metrics": f"http://{host}:{serving.metrics_port}/metrics",
+    }
+    finished = None
+    if artifact.recipe.backend.kind == "pytorch":
+        request = Generate(prompt=_PING_PROMPT, max_tokens=_PING_TOKENS, return_perf_metrics=True)
+        finished = ask(fields["grpc"], serving.model_name, request)
+        fields["ping"] = {"text": finished.text, **finished.statistics}
+    if as_json:
+        print_json("serve", fields)
+    else:
+        click.echo(f"ready: model {serving.model_name}")
+        for name in ("http", "grpc", "metrics"):
+            click.echo(f"  {name:<8} {fields[name]}")
+        if finished is not None:
+            click.echo(f"  ping     {_PING_PROMPT!r} -> {finished.text!r}")
+            click.echo(f"           {_statistics_line(finished)}")
+        click.echo(f"try: {curl_example(artifact.recipe)}\nCtrl-C stops")
+    sys.stdout.flush()
+    return fields
 
 
 def _print_plan(artifact: Artifact, addresses: Addresses, *, as_json: bool) -> None:

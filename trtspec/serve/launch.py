@@ -152,7 +152,7 @@ def serve(
     """
     installation = find_installation()
     server_id = new_server_id()
-    with _stop_signals() as signals, _runtime_folder() as runtime:
+    with stop_signals() as signals, runtime_folder() as runtime:
         plan = make_plan(artifact, addresses, installation, runtime, server_id)
         check(installation, addresses, plan.environment)
         _lay_out(runtime, plan, installation)
@@ -228,11 +228,11 @@ class _Supervisor:
                     f"the model was not loaded after {timeout_s:g} s; stopped (a longer --start-timeout may "
                     f"help). Last lines of server and model:\n{self._tail()}"
                 )
-            body = _get(http_address, "/v2")
+            body = http_get(http_address, "/v2")
             if (
                 body is not None
                 and self._is_ours(body)
-                and _get(http_address, "/v2/health/ready") is not None
+                and http_get(http_address, "/v2/health/ready") is not None
             ):
                 break
             time.sleep(_POLL_S)
@@ -303,7 +303,7 @@ class _Supervisor:
         deadline = time.monotonic() + _METRICS_TIMEOUT_S
         while time.monotonic() < deadline:
             self._check_signals()
-            body = _get(address, "/metrics")
+            body = http_get(address, "/metrics")
             if body is not None and b"trtspec_requests_running" in body:
                 return
             time.sleep(_POLL_S)
@@ -370,7 +370,7 @@ def load_failure(log: str) -> tuple[str, str] | None:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """The SIGINT and SIGTERM that came since; they do nothing else meanwhile."""
     received: list[int] = []
 
@@ -386,7 +386,8 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _runtime_folder() -> Iterator[Path]:
+def runtime_folder() -> Iterator[Path]:
+    """A new folder whose name every program can work with; deleted at the end."""
     folder = Path(tempfile.mkdtemp(prefix="trtspec-serve-", dir=plain_temp_folder()))
     try:
         yield folder
@@ -428,7 +429,7 @@ def _shm_pattern(server_id: str) -> str:
     return f"{_SHM}/{glob.escape(server_id)}*"
 
 
-def _get(address: tuple[str, int], path: str) -> bytes | None:
+def http_get(address: tuple[str, int], path: str) -> bytes | None:
     """The body of a 200 answer, else None."""
     connection = http.client.HTTPConnection(*address, timeout=2.0)
     try:

@@ -2,7 +2,7 @@
 
 Names are those of its LLM API (``LLM``, ``SamplingParams``, ``generate_async``, ``token_ids``,
 ``decoding_iter``, ``request_perf_metrics.speculative_decoding``). The model behind it is a rule: the next
-token follows from the last two. :data:`behaviour` makes it do what real versions do, and what broken ones would.
+token follows from the last two. :data:`behaviour` makes it do what real versions and broken ones do.
 """
 
 from __future__ import annotations
