@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("trtspec.cli.migrate:import_", "Make a recipe from an engine or an LLM API options file."),
     "fetch": ("trtspec.cli.fetch:fetch", "Put a small sample model into the cache."),
     "quantize": ("trtspec.cli.build:quantize", "Quantize a checkpoint with ModelOpt."),
+    "draft": ("trtspec.cli.draft:draft", "Draft heads: train, check, convert, measure."),
     "build": ("trtspec.cli.build:build", "Build a recipe's engine into engines/NAME."),
     "list": ("trtspec.cli.engines:list_engines", "List built engines."),
     "inspect": ("trtspec.cli.engines:inspect", "Show what an engine holds and check its hashes."),
