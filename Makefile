@@ -6,12 +6,16 @@
 #
 # PYTHON=python3.12       another interpreter (3.10 to 3.12)
 # PIP_TORCH="--index-url URL"   where pip finds a CPU build of torch, if your default index has only CUDA builds
+# GPU_PYTHON=python3         for test-gpu in NVIDIA's container, whose own Python has TensorRT-LLM:
+#                            pip install --no-deps -e . && pip install pytest tritonclient[grpc]
 
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.10 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+GPU_PYTHON ?= $(BIN)/python
 
 # Spinning OpenMP threads cost a factor of 15 when another process shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -56,8 +60,8 @@ type: setup  ## mypy, strict
 test: model  ## the test suite with coverage (GPU tests skip with their reason)
 	$(BIN)/python -m pytest --cov --cov-report=term --durations=15 $(PYTEST)
 
-test-gpu: model  ## only the tests that need an NVIDIA GPU
-	$(BIN)/python -m pytest -m gpu $(PYTEST)
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),model)  ## what needs an NVIDIA GPU, with TensorRT-LLM the whole chain
+	$(GPU_PYTHON) -m pytest -rs -m gpu $(PYTEST)
 
 recipes: setup  ## check every shipped recipe
 	$(BIN)/trtspec lint recipes/*.yaml
