@@ -242,7 +242,9 @@ class Int4Linear:
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dequantized_copy: bool = False) -> None:
         self.group = weight.codes.shape[1] // weight.scale.shape[1]
-        self._packed = torch.cat([_pack_int4(part) for part in weight.codes.split(PACKED_OUTPUTS // 2)])
+        self._packed = torch.cat(
+            [_pack_int4(part) for part in torch.split(weight.codes, PACKED_OUTPUTS // 2)]
+        )
         scale = weight.scale.to(torch.bfloat16)
         # The kernel computes (code - 8) * scale + zero per group: [groups, out, (scale, zero)].
         self._scales_zeros = torch.stack((scale.t(), torch.zeros_like(scale.t())), -1).contiguous()
@@ -256,7 +258,7 @@ class Int4Linear:
         size = _block_outputs(outputs, inputs)
         self._blocks: list[tuple[Tensor, Tensor]] = []
         if not dequantized_copy:
-            split = zip(codes.split(size // 2, 1), scale.split(size, 1), strict=True)
+            split = zip(torch.split(codes, size // 2, 1), torch.split(scale, size, 1), strict=True)
             self._blocks = [(part.contiguous(), by_group.contiguous()) for part, by_group in split]
 
     def __call__(self, x: Tensor) -> Tensor:
