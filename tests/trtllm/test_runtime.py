@@ -347,6 +347,17 @@ def test_another_version_than_the_recipes_is_refused(
         open_engine(replace(built, recipe=newer))
 
 
+@pytest.mark.parametrize("version", ["1.2.0", "1.3.0.dev2026010100"])
+def test_a_version_without_a_table_is_missing_with_the_nearest(
+    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install(tmp_path / "site", version, monkeypatch)
+    monkeypatch.syspath_prepend(STAND_IN)
+    forget(monkeypatch)
+    with pytest.raises(MissingError, match=r"TensorRT-LLM version|the nearest is 1\.2\.1"):
+        open_engine(built)
+
+
 def test_the_stub_of_the_package_index_is_not_taken_for_tensorrt_llm(
     built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +441,21 @@ def test_a_required_check_that_cannot_be_done_is_not_passed(
         "identical, and nothing says that there were drafts"
     )
     assert code == 4
+
+
+def test_its_chatter_is_not_in_what_verify_prints(
+    built: Artifact, trtllm: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+    capfd.readouterr()
+    assert main(["verify", str(built.folder), "--quick", "--json"]) == 0
+    shown = capfd.readouterr()
+    report = json.loads(shown.out)["report"]
+    assert "TensorRT-LLM version" in shown.err
+    assert "C++ part" in shown.err
+    assert report["tools"]["tensorrt_llm"] == "1.2.1"
+    assert report["machine"]["gpus"] == "none seen", "nvidia-smi is not here; the stand-in needs none"
 
 
 def completion(

@@ -12,6 +12,8 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -177,12 +179,19 @@ def open_llm(artifact: Artifact, recipe: Recipe) -> Engine:
     version = installed()
     if forced := sorted(name for name in os.environ if re.match(FORCED_ACCEPTANCE, name)):
         raise MissingError(f"{', '.join(forced)} is set: drafts would be accepted unseen; unset it")
-    if not parse_range(backend.version).admits(version):
+    try:
+        known = load_facts(version).version
+    except InputError as error:
+        raise MissingError(f"{error}; it is what this machine has") from None
+    if not parse_range(backend.version).admits(known):
         message = f"backend.version: the recipe wants TensorRT-LLM {backend.version}, here is {version}"
         raise MissingError(f"{message}; run it in a container of such a version, or change the recipe")
     call = llm_call(artifact, recipe, version)
+    # Its chatter is not part of what a verb prints.
+    os.environ.setdefault("TLLM_LOG_LEVEL", "ERROR")
     try:
-        llm = importlib.import_module(call.module).LLM(**_converted(call.arguments))
+        with _stdout_as_stderr():
+            llm = importlib.import_module(call.module).LLM(**_converted(call.arguments))
     except (ImportError, OSError) as error:
         raise MissingError(f"TensorRT-LLM {version} cannot be imported: {_line(error)}") from error
     except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
@@ -197,6 +206,21 @@ def open_llm(artifact: Artifact, recipe: Recipe) -> Engine:
         max_seq_tokens=recipe.limits.max_seq_tokens,
         speculates=not isinstance(recipe.speculation, NoSpeculation),
     )
+
+
+@contextlib.contextmanager
+def _stdout_as_stderr() -> Iterator[None]:
+    """What is written to stdout goes to stderr, also by C++ and by processes that start meanwhile:
+    TensorRT-LLM prints its version when it is imported, and its loggers keep the stream that they find."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _converted(arguments: dict[str, Any]) -> dict[str, Any]:

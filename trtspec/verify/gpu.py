@@ -16,10 +16,13 @@ from typing import Any
 
 from trtspec.artifact import Artifact
 from trtspec.backends import Variant, open_engine
+from trtspec.doctor import read_nvidia_smi
 from trtspec.engine import Completion, Engine, generate
 from trtspec.errors import MissingError
+from trtspec.probes import collect
 from trtspec.recipe import NoSpeculation
 from trtspec.recipe_facts import fidelity
+from trtspec.trtllm.opening import installed
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.load import DEAD_LENGTH, DEFINITION
 from trtspec.verify.lossless import requests_for
@@ -105,6 +108,15 @@ def check_gpu(
     if quantizes or gates.min_speedup_over_baseline is not None:
         checks.append(_speed(found, "speedup_over_baseline", over, gates.min_speedup_over_baseline))
     return checks
+
+
+def gpu_record() -> tuple[dict[str, str], dict[str, str]]:
+    """What a report says of this machine beside processor and Python packages: (tools, machine)."""
+    gpus, driver, _ = read_nvidia_smi(collect().nvidia_smi)
+    names = [gpu.name for gpu in gpus]
+    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    tools = {"tensorrt_llm": installed()}
+    return tools | ({"nvidia_driver": driver} if driver else {}), {"gpus": told or "none seen"}
 
 
 def _measure(

@@ -17,7 +17,7 @@ from trtspec.recipe_facts import fidelity, is_for_gpu
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.gpu import check_gpu
+from trtspec.verify.gpu import check_gpu, gpu_record
 from trtspec.verify.load import (
     Contender,
     Race,
@@ -139,6 +139,7 @@ def _report(
     created: str,
 ) -> Report:
     recipe, label = built.recipe, fidelity(built.recipe)
+    gpu_tools, gpus = gpu_record() if is_for_gpu(recipe) else ({}, {})
     notes = ["1 nat is a factor of 2.72 in probability, 0.1 nat of 1.11"]
     if (wanted := settings.num_prompts) > len(prompts):
         notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
@@ -155,10 +156,11 @@ def _report(
         source_digest=built.manifest.source.digest,
         created=created,
         argv=tuple(argv),
-        tools=tool_versions(),
+        tools={**tool_versions(), **gpu_tools},
         built_with=built.manifest.tools,
         machine={
             **machine_summary(),
+            **gpus,
             "threads": getattr(recipe.backend, "threads", None) or "default",
             "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
+print("[TensorRT-LLM] TensorRT-LLM version: 1.2.1")
+
 VOCAB = 320
 FIRST_TEXT_TOKEN = 3
 """The special tokens of the tiny model come before; 2 ends a text."""
@@ -152,6 +154,7 @@ class Result:
 
 class LLM:
     def __init__(self, **arguments: Any) -> None:
+        os.write(1, b"[TensorRT-LLM][INFO] a line of its C++ part\n")
         behaviour.opened.append(arguments)
         config = arguments.get("speculative_config")
         if config is not None and not isinstance(config, SpeculativeConfig):
