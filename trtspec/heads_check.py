@@ -7,20 +7,20 @@ JSON and the draft vocabulary. No torch; nothing of the folder is executed.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trtspec.artifact import file_sha256
 from trtspec.config_values import shown_value
 from trtspec.errors import InputError, MissingError, Problem
-from trtspec.heads_layout import EAGLE_FILES, MEDUSA_FILES, SEAL, Heads, HeadsKind, read_heads
+from trtspec.heads_layout import CONFIG, EAGLE_FILES, MEDUSA_FILES, RECORD, Heads, HeadsKind, read_heads
 from trtspec.heads_shape import EagleShape, MedusaShape, embedded_problems, read_shape
 from trtspec.modelspec import ModelSpec, read_modelspec, read_rope
 from trtspec.tensor_headers import read_json
-from trtspec.user_files import read_user_bytes
+from trtspec.user_files import is_plain_name, read_user_bytes
 
 Backend = Literal["embedded", "tensorrt", "pytorch"]
 BACKENDS: tuple[Backend, ...] = ("embedded", "tensorrt", "pytorch")
@@ -43,6 +43,8 @@ class Target:
     """What it is called: its folder, its folder in the hub's cache, what its config.json says."""
     known: bool
     """Whether one of the names is a hub id, and not only a folder that somebody named."""
+    digest: str | None = None
+    """:attr:`trtspec.artifact.Source.digest` of its files, where somebody hashed them."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class HeadsCheck:
         return tuple(backend for backend in BACKENDS if not self.obstacles.get(backend, ("unread",)))
 
 
-def read_target(folder: Path, source: str | None = None) -> Target:
+def read_target(folder: Path, source: str | None = None, digest: str | None = None) -> Target:
     """The target in ``folder``; ``source`` is what the user called it. InputError if it is no model."""
     spec = read_modelspec(folder)
     path = folder.resolve()
@@ -77,7 +79,7 @@ def read_target(folder: Path, source: str | None = None) -> Target:
             known = known or name is source
         elif isinstance(name, str) and name.startswith("sample:"):
             names.append(name.removeprefix("sample:"))
-    return Target(path, spec, tuple(dict.fromkeys(names)), known)
+    return Target(path, spec, tuple(dict.fromkeys(names)), known, digest)
 
 
 def _is_hub_id(name: str) -> bool:
@@ -101,7 +103,7 @@ def check_heads(folder: Path, target: Target | None, kind: HeadsKind | None = No
             )
             problems.append(Problem(message, file=str(folder)))
         shape = read_shape(heads, target.spec if target else None, problems)
-        problems += _seal_problems(heads, target)
+        _check_record(heads, shape, target, problems, warnings)
         warnings += _dtype_warnings(heads, target)
         if target is not None:
             problems += _tokenizer_problems(heads, target)
@@ -212,32 +214,48 @@ def _vocabulary(tokenizer: Any) -> dict[str, int]:
 # --------------------------------------------------------------------------- what trtspec wrote
 
 
-def tokenizer_digest(folder: Path) -> str | None:
-    """sha256 of the vocabulary in ``folder``'s tokenizer.json, ids included; None without one."""
-    path = folder / _TOKENIZER
-    if not path.is_file():
-        return None
-    problems: list[Problem] = []
-    vocabulary = _vocabulary(read_json(path, problems))
-    if problems:
-        raise InputError(problems)
-    text = "\n".join(f"{at}\t{token!r}" for token, at in sorted(vocabulary.items()))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _seal_problems(heads: Heads, target: Target | None) -> Iterator[Problem]:
-    seal, file = heads.seal, str(heads.folder / SEAL)
-    if not seal:
+def _check_record(
+    heads: Heads,
+    shape: MedusaShape | EagleShape,
+    target: Target | None,
+    problems: list[Problem],
+    warnings: list[Problem],
+) -> None:
+    """``trtspec draft train`` says what it trained on: a target that is another is none for these heads."""
+    record, file = heads.record, str(heads.folder / RECORD)
+    if not record:
         return
-    if seal.get("kind") not in (None, heads.kind):
-        message = f"{shown_value(seal['kind'])}, the weights are {heads.kind} heads"
-        yield Problem(message, file=file, key="kind")
+
+    def bad(key: str, message: str, found: list[Problem] = problems) -> None:
+        found.append(Problem(message, file=file, key=key))
+
+    if record.get("kind") not in (None, heads.kind):
+        bad("kind", f"{shown_value(record['kind'])}, the weights are {heads.kind} heads")
+    drafted = shape.draft_vocab_size if isinstance(shape, EagleShape) else None
+    told = record.get("draft_vocab_size")
+    if told is not None and drafted is not None and told != drafted:
+        bad("draft_vocab_size", f"{shown_value(told)}, the weights draft {drafted} tokens")
+    files = record.get("files")
+    for name, digest in sorted(files.items()) if isinstance(files, dict) else ():
+        path = heads.folder / str(name)
+        # A config.json may be corrected by hand, weights not.
+        if path.suffix == ".svg" or not is_plain_name(str(name)) or not path.is_file():
+            continue
+        if file_sha256(path) != digest and path.name == CONFIG:
+            bad("files", f"{name} was changed since the training", warnings)
+        elif file_sha256(path) != digest:
+            bad("files", f"{name} was changed since the training; copy the heads again")
     if target is None:
         return
-    told = seal.get("tokenizer_sha256")
-    if told is not None and told != tokenizer_digest(target.folder):
-        message = "the heads were trained with another tokenizer than the target's"
-        yield Problem(message, file=file, key="tokenizer_sha256")
+    told, tokenizer = record.get("tokenizer_digest"), target.folder / _TOKENIZER
+    if told is not None and tokenizer.is_file() and told != file_sha256(tokenizer):
+        bad("tokenizer_digest", "the heads were trained with another tokenizer.json than the target's")
+    told = record.get("base_digest")
+    if told is not None and target.digest is not None and told != target.digest:
+        message = f"the heads were trained for {shown_value(record.get('base_model'))}, which has other files"
+        # A quantized target is another file: of the same model as far as anybody can tell.
+        quantized = target.spec.quant is not None or record.get("target_recipe") is not None
+        bad("base_digest", message, warnings if quantized else problems)
 
 
 # --------------------------------------------------------------------------- of the heads

@@ -335,7 +335,7 @@ def make_plan(
         raise InputError(problems)
     source = hashed(source_dir, known, say)
     draft = find_draft(recipe, base, source_dir, source, folder, say)
-    heads = find_heads(recipe, base, source_dir, say)
+    heads = find_heads(recipe, base, source_dir, source, say)
     corpus = find_corpus(recipe, base)
     quantization, calibration_digest = resolve_calibration(recipe.quantization, base, "quantization")
     tools = artifact.tool_versions()

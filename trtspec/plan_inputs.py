@@ -12,9 +12,10 @@ from pathlib import Path
 from trtspec import artifact
 from trtspec.artifact import Source
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.heads_check import check_heads, read_target
+from trtspec.heads_layout import head_files
 from trtspec.model_check import check_model_folder
 from trtspec.model_source import resolve_model
-from trtspec.modelspec import read_modelspec
 from trtspec.quantize.calibration import read_samples
 from trtspec.recipe import (
     DraftModelSpeculation,
@@ -96,24 +97,31 @@ def find_corpus(recipe: Recipe, base: Path) -> CorpusFile | None:
     return CorpusFile(path, digest, speculation.min_ngram, speculation.corpus_min_count)
 
 
-def find_heads(recipe: Recipe, base: Path, target_dir: Path, say: Say) -> TrainedHeads | None:
-    """The recipe's trained heads, found, held against the target and hashed."""
+def find_heads(recipe: Recipe, base: Path, target_dir: Path, target: Source, say: Say) -> TrainedHeads | None:
+    """The recipe's trained heads, found, held against the target (as ``trtspec draft check`` does) and
+    against what the backend runs, and hashed. InputError with everything that does not fit."""
     speculation = recipe.speculation
     if not isinstance(speculation, MedusaSpeculation | EagleSpeculation | Eagle3Speculation):
         return None
-    from trtspec.embedded.heads import head_files
-    from trtspec.embedded.heads_opening import heads_problems
-
     folder = resolve_model(speculation.heads, base)
-    if is_for_gpu(recipe):
-        from trtspec.trtllm.draft_weights import inspect_draft_weights
+    known = read_target(target_dir, recipe.model.source, target.digest)
+    found = check_heads(folder, known, speculation.kind)
+    problems = list(found.problems)
+    for_gpu = is_for_gpu(recipe)
+    if for_gpu:
+        problems += found.obstacles.get("pytorch" if recipe.backend.kind == "pytorch" else "tensorrt", ())
+    else:
+        from trtspec.embedded.heads_opening import heads_problems
 
-        weights = inspect_draft_weights(folder, speculation.kind, read_modelspec(target_dir)).file
-        return TrainedHeads(folder, _hashed_files(folder, [folder / "config.json", weights], None, say))
-    if problems := heads_problems(speculation, folder, read_modelspec(target_dir)):
-        raise InputError(problems)
-    licences = [path for path in model_files(folder) if path.name.upper().startswith(_LICENCE_NAMES)]
-    return TrainedHeads(folder, _hashed_files(folder, [*head_files(folder), *licences], None, say))
+        problems += heads_problems(speculation, folder, known.spec)
+    if problems:
+        raise InputError(list(dict.fromkeys(problems)))
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+    files = head_files(folder)
+    if not for_gpu:
+        files += [path for path in model_files(folder) if path.name.upper().startswith(_LICENCE_NAMES)]
+    return TrainedHeads(folder, _hashed_files(folder, files, None, say))
 
 
 def hashed(folder: Path, known: Source | None, say: Say) -> Source:

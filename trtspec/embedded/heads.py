@@ -16,12 +16,12 @@ from trtspec.embedded import layers
 from trtspec.embedded.layers import Linear
 from trtspec.embedded.model import Decoder
 from trtspec.errors import InputError, Problem
-from trtspec.heads_layout import Heads, HeadsKind, head_files, read_heads
+from trtspec.heads_layout import Heads, HeadsKind, read_heads
 from trtspec.heads_shape import EagleShape, MedusaShape, embedded_problems, read_shape
 from trtspec.modelspec import ModelSpec
 from trtspec.tensor_headers import TensorHeader
 
-__all__ = ["HeadsKind", "HeadsSize", "Loader", "MedusaHead", "MedusaHeads", "describe", "head_files",
+__all__ = ["HeadsKind", "HeadsSize", "Loader", "MedusaHead", "MedusaHeads", "describe",
            "inspect_heads", "load_medusa"]  # fmt: skip
 
 _DTYPES = {
