@@ -22,8 +22,10 @@ from trtspec.recipe_file import parse_recipe
 from trtspec.trtllm.facts import VERSIONS, load_facts
 from trtspec.trtllm.opening import engine_options, llm_call
 from trtspec.trtllm.runtime import TrtllmEngine, finish_of, sampling_arguments, totals_of, until_stop
-from trtspec.verify.gates import Verdict
-from trtspec.verify.gpu import check_acceptance, check_same
+from trtspec.verify.gates import Verdict, exit_code
+from trtspec.verify.gpu import check_acceptance, check_gpu, check_same
+from trtspec.verify.settings import QUICK
+from trtspec.verify.texts import Prompt
 
 STAND_IN = Path(__file__).parent / "stand_in"
 RECIPE = """\
@@ -441,6 +443,39 @@ def test_a_required_check_that_cannot_be_done_is_not_passed(
         "identical, and nothing says that there were drafts"
     )
     assert code == 4
+
+
+def checked(built: Artifact, recipe: Any, folder: Path) -> dict[str, Any]:
+    """The checks of an engine in ``folder`` that runs ``recipe``."""
+    artifact = replace(built, folder=folder, recipe=recipe)
+    prompts = [Prompt(str(i), (5 + i, 9, 40 + i), "") for i in range(4)]
+    quiet = lambda stage, done, total: None  # noqa: E731
+    checks = check_gpu(artifact, prompts, frozenset({2}), QUICK, quiet, lossless="lossless")
+    assert exit_code(checks) == 4
+    return {check.name: check for check in checks}
+
+
+def test_perplexity_is_skipped_and_its_gate_not_passed(built: Artifact, trtllm: Any, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    quantization = parse_recipe(RECIPE + "quantization: {kind: fp8}\n").quantization
+    checks = checked(built, built.recipe.model_copy(update={"quantization": quantization}), tmp_path)
+    assert checks["quality"].verdict is Verdict.SKIPPED
+    assert checks["quality"].required
+    assert "scores" in checks["quality"].summary
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert checks["speedup_over_baseline"].verdict is Verdict.MEASURED
+    assert [Path(one["model"]).name for one in trtllm.opened] == ["target", "target", "baseline"]
+
+
+def test_an_engine_has_no_variant_to_compare_it_with(built: Artifact, trtllm: Any, tmp_path: Path) -> None:
+    (tmp_path / "built" / "engine").mkdir(parents=True)
+    checks = checked(built, recipe_of("tensorrt", "{kind: lookahead}"), tmp_path)
+    for name in ("lossless", "speedup"):
+        assert checks[name].verdict is Verdict.SKIPPED
+        assert "built in" in checks[name].summary
+    assert checks["lossless"].required
+    assert checks["acceptance"].verdict is Verdict.MEASURED
+    assert len(trtllm.opened) == 1
 
 
 def test_its_chatter_is_not_in_what_verify_prints(

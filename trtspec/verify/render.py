@@ -16,10 +16,10 @@ _INDENT = " " * 4
 
 def terminal(report: Report, width: int = 100) -> str:
     """The checks as a table, one after the other, and the verdict last."""
+    hardware = report.machine.get("gpus") or report.machine.get("processor", "unknown processor")
     lines = [
         f"{report.recipe_name}  {report.engine}" + _label(report),
-        f"recipe {report.recipe_digest[:12]}, {report.machine.get('processor', 'unknown processor')}, "
-        f"{report.created}, {report.seconds:.0f} s",
+        f"recipe {report.recipe_digest[:12]}, {hardware}, {report.created}, {report.seconds:.0f} s",
         "",
     ]
     for check in report.checks:
