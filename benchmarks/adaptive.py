@@ -28,9 +28,9 @@ from trtspec.artifact import open_artifact
 from trtspec.embedded.engine import EmbeddedEngine
 from trtspec.embedded.opening import open_embedded
 from trtspec.engine import Request, generate
+from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE
 from trtspec.recipe import Recipe
 from trtspec.text import Tokenizer
-from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE
 
 Run = dict[str, float]
 WAYS = ("none", "fixed", "adaptive")

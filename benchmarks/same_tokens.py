@@ -26,10 +26,10 @@ from pathlib import Path
 from trtspec.artifact import Artifact, open_artifact
 from trtspec.backends import open_engine
 from trtspec.engine import Request, generate
+from trtspec.prompts import PROMPTS_FILE
 from trtspec.serve.client import generate as ask
 from trtspec.serve.protocol import Generate
 from trtspec.text import Tokenizer
-from trtspec.verify.texts import PROMPTS_FILE
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from trtspec.build import build
 from trtspec.cli import main
 from trtspec.engine import Completion, Request, Sampling, Totals, generate
 from trtspec.errors import InputError, MissingError
+from trtspec.prompts import Prompt
 from trtspec.recipe_file import parse_recipe
 from trtspec.trtllm.facts import VERSIONS, load_facts
 from trtspec.trtllm.opening import engine_options, llm_call
@@ -25,7 +26,6 @@ from trtspec.trtllm.runtime import TrtllmEngine, finish_of, sampling_arguments, 
 from trtspec.verify.gates import Verdict, exit_code
 from trtspec.verify.gpu import check_acceptance, check_gpu, check_same
 from trtspec.verify.settings import QUICK
-from trtspec.verify.texts import Prompt
 
 STAND_IN = Path(__file__).parent / "stand_in"
 RECIPE = """\

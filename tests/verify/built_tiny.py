@@ -18,7 +18,7 @@ from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.sampling import Draw, TargetLaw
 from trtspec.embedded.tree import Draft, children, path_to
 from trtspec.engine import Engine, EngineStats, Output
-from trtspec.verify.texts import Prompt
+from trtspec.prompts import Prompt
 
 RECIPE = """\
 version: 1

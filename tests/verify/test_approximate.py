@@ -21,6 +21,8 @@ from trtspec.embedded.sampling import Draw, TargetLaw
 from trtspec.embedded.tree import Draft, path_to
 from trtspec.engine import Engine
 from trtspec.errors import InputError
+from trtspec.prompts import Prompt
+from trtspec.ruler import Answer, Run, run
 from trtspec.verify.approximate import (
     MIN_PROMPTS,
     REPETITION_MARGIN,
@@ -34,8 +36,6 @@ from trtspec.verify.approximate import (
     score_answers,
 )
 from trtspec.verify.gates import Check, Verdict, exit_code
-from trtspec.verify.ruler import Answer, Run, run
-from trtspec.verify.texts import Prompt
 
 APPROXIMATE = "{lossless: false}\nacceptance: {kind: typical}"
 

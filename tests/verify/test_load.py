@@ -9,6 +9,7 @@ import pytest
 from built_tiny import Broken, build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
+from trtspec.ruler import Answer, Run, run
 from trtspec.verify.gates import Check, Verdict, exit_code
 from trtspec.verify.load import (
     Contender,
@@ -20,7 +21,6 @@ from trtspec.verify.load import (
     too_fast,
 )
 from trtspec.verify.lossless import requests_for
-from trtspec.verify.ruler import Answer, Run, run
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from built_tiny import Broken, build_tiny, repetitive_prompts
 from trtspec.backends import open_engine
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters.planned import drafting_by_plan
+from trtspec.ruler import Answer, run
 from trtspec.verify.gates import Verdict
 from trtspec.verify.lossless import (
     check_lossless,
@@ -30,7 +31,6 @@ from trtspec.verify.lossless_verdict import (
     judge,
 )
 from trtspec.verify.near_misses import NEAR_NATS, Refusals, plan_near_misses, refusals
-from trtspec.verify.ruler import Answer, run
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from trtspec.verify import stats
+from trtspec import stats
 from trtspec.verify.gates import Check, Verdict, exit_code, gate_verdict, gated
 
 

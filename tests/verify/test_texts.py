@@ -11,8 +11,8 @@ from built_tiny import build_tiny
 
 from trtspec.cli import main
 from trtspec.errors import InputError
+from trtspec.prompts import load_prompts
 from trtspec.text import Tokenizer
-from trtspec.verify.texts import load_prompts
 
 
 @pytest.fixture(scope="module")

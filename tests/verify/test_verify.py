@@ -14,11 +14,11 @@ from built_tiny import build_tiny, keeps_near_misses, write_jsonl
 
 from trtspec.cli import main
 from trtspec.errors import InputError
+from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, load_prompts, load_texts
 from trtspec.text import Tokenizer
 from trtspec.verify import protocol, render, report
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.settings import QUICK, Settings
-from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, load_prompts, load_texts
 
 
 @pytest.fixture(scope="module")

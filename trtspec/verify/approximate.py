@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtspec.engine import Engine, Request, Sampling
+from trtspec.prompts import Prompt
+from trtspec.ruler import Answer, Run, acceptance_length, run
+from trtspec.stats import Array, Interval, bootstrap
 from trtspec.verify.gates import Check, Verdict, gated
-from trtspec.verify.ruler import Answer, Run, acceptance_length, run
-from trtspec.verify.stats import Array, Interval, bootstrap
-from trtspec.verify.texts import Prompt
 
 PERPLEXITY_MARGIN = 1.25
 """Used where the recipe sets no gates.max_perplexity_ratio: that key's default."""

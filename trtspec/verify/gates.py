@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS
-from trtspec.verify.stats import Interval, blocks_needed
+from trtspec.stats import Interval, blocks_needed
 
 
 class Verdict(str, Enum):

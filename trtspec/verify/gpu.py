@@ -20,16 +20,16 @@ from trtspec.doctor import read_nvidia_smi
 from trtspec.engine import Completion, Engine, generate
 from trtspec.errors import MissingError
 from trtspec.probes import collect
+from trtspec.prompts import Prompt
 from trtspec.recipe import NoSpeculation
 from trtspec.recipe_facts import fidelity
+from trtspec.ruler import max_draft
+from trtspec.stats import ratio_of_sums, times_faster
 from trtspec.trtllm.opening import installed
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.load import DEAD_LENGTH, DEFINITION
 from trtspec.verify.lossless import requests_for
-from trtspec.verify.ruler import max_draft
 from trtspec.verify.settings import Settings
-from trtspec.verify.stats import ratio_of_sums, times_faster
-from trtspec.verify.texts import Prompt
 
 OnProgress = Callable[[str, int, int], None]
 ELSEWHERE = (

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trtspec.engine import Engine
+from trtspec.prompts import Prompt
+from trtspec.ruler import Answer, Run, acceptance_length, acceptance_within, emitted_histogram, run
+from trtspec.stats import larger_by_chance, ratio_of_sums, times_faster
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.lossless import requests_for
-from trtspec.verify.ruler import Answer, Run, acceptance_length, acceptance_within, emitted_histogram, run
-from trtspec.verify.stats import larger_by_chance, ratio_of_sums, times_faster
-from trtspec.verify.texts import Prompt
 
 DEFINITION = "acceptance length = tokens emitted per target step, bonus or recovered token included"
 DEAD_LENGTH = 1.02
@@ -114,7 +114,7 @@ def check_acceptance(
 ) -> Check:
     """Acceptance length over ``answers`` (token-weighted; the evidence has the request-weighted mean too,
     and the length of each of ``tasks``, the kinds of the prompts). ``held_back_steps``: of
-    :class:`~trtspec.verify.ruler.Run`."""
+    :class:`~trtspec.ruler.Run`."""
     how = f"{DEFINITION}; greedy, the engine's step counts; 95 % bootstrap over requests"
     steps = [float(len(answer.emitted)) for answer in answers]
     tokens = [float(len(answer.tokens)) for answer in answers]

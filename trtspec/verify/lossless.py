@@ -26,6 +26,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from trtspec.engine import Engine, Request
+from trtspec.prompts import Prompt
+from trtspec.ruler import Answer, Run, run
+from trtspec.stats import quantile
 from trtspec.verify.gates import Check
 from trtspec.verify.lossless_verdict import (
     FAULT,
@@ -38,9 +41,6 @@ from trtspec.verify.lossless_verdict import (
     judge,
 )
 from trtspec.verify.near_misses import Drafts, plan_near_misses, refusals
-from trtspec.verify.ruler import Answer, Run, run
-from trtspec.verify.stats import quantile
-from trtspec.verify.texts import Prompt
 
 _USUAL = 0.95
 # Each costs a few passes over its text, one of them token by token.

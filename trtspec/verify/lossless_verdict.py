@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from trtspec.stats import rate_interval, rate_upper_bound
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.near_misses import NEAR_NATS, Refusals
-from trtspec.verify.stats import rate_interval, rate_upper_bound
 
 TIES_ALLOWED = ("bfloat16", "float16")
 POWER_NATS = 0.1

@@ -15,8 +15,8 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from trtspec.engine import Engine
-from trtspec.verify.ruler import Answer
-from trtspec.verify.texts import Prompt
+from trtspec.prompts import Prompt
+from trtspec.ruler import Answer
 
 NEAR_NATS = 0.4
 """A near miss is at most this far below the best token: at least two thirds as probable."""

@@ -12,8 +12,11 @@ from pathlib import Path
 from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
 from trtspec.backends import open_engine
 from trtspec.engine import Engine
+from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity, is_for_gpu
+from trtspec.ruler import Answer, acceptance_within, max_draft, run
+from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.gates import Check, Verdict
@@ -31,10 +34,7 @@ from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.near_misses import Drafts
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
-from trtspec.verify.ruler import Answer, acceptance_within, max_draft, run
 from trtspec.verify.settings import Settings
-from trtspec.verify.stats import rate_upper_bound
-from trtspec.verify.texts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 
 OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from trtspec.engine import Engine
+from trtspec.stats import mean_difference_ratio
 from trtspec.verify.gates import Check, Verdict, gated
-from trtspec.verify.stats import mean_difference_ratio
 
 
 def check_quality(

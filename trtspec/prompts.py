@@ -10,7 +10,7 @@ from trtspec.errors import InputError, Problem
 from trtspec.text import Tokenizer
 from trtspec.user_files import parse_json, read_user_text
 
-_DATA = Path(__file__).parent.parent / "data"
+_DATA = Path(__file__).parent / "data"
 PROMPTS_FILE = _DATA / "prompts.jsonl"
 HELDOUT_FILE = _DATA / "heldout.jsonl"
 _MAX_BYTES = 256_000_000
