@@ -122,6 +122,23 @@ class Scores:
     margins: list[float] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class LawScores:
+    """What a law makes of tokens that are there already: teacher-forced, under temperature, top-k and top-p.
+
+    Each list has one entry a token. ``logprobs``: natural log-probability of the token under the law, -inf
+    where top-k or top-p exclude it. ``entropies``: -sum p ln p of that law in nats, the mean of the surprisal
+    of what it draws; ``variances``: of that surprisal, nats squared. ``above``: the law's mass of the tokens
+    that rank above the realised one (more likely ones; of equally likely ones the lower ids), so that the token
+    occupies [above, above + p) of the cumulative law, most likely token first.
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    variances: list[float] = field(default_factory=list)
+    above: list[float] = field(default_factory=list)
+
+
 class Engine(Protocol):
     """A target model with its drafter, ready to run requests in one in-flight batch."""
 
@@ -153,6 +170,13 @@ class Engine(Protocol):
         """Teacher-force one text through the target, ``chunk_tokens`` rows a forward (None: the
         engine's own chunk). Needs no free slot in the batch and leaves no trace in the cache. Raises
         MissingError where the engine cannot."""
+        ...
+
+    def score_law(
+        self, tokens: Sequence[int], sampling: Sampling, *, first: int, chunk_tokens: int | None = None
+    ) -> LawScores:
+        """What the target's law under ``sampling`` makes of ``tokens[first:]``, given all that is before
+        each (1 <= first). As :meth:`score` otherwise; raises ValueError if ``sampling`` is greedy."""
         ...
 
     def close(self) -> None: ...

@@ -30,9 +30,9 @@ from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.sampling import Draw, TargetLaw, generator_draw
 from trtspec.embedded.scheduler import ScheduledRows, Scheduler, SequenceState
-from trtspec.embedded.scoring import score_text
+from trtspec.embedded.scoring import score_laws, score_text
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, no_deeper, tree_mask, truncate
-from trtspec.engine import EngineStats, FinishReason, Output, Request, Sampling, Scores
+from trtspec.engine import EngineStats, FinishReason, LawScores, Output, Request, Sampling, Scores
 from trtspec.errors import InputError, Problem
 from trtspec.recipe import Limits
 
@@ -315,6 +315,14 @@ class EmbeddedEngine:
         model, _ = self._check_open()
         chunk = self._limits.max_num_tokens if chunk_tokens is None else chunk_tokens
         return score_text(model, self._new_store, tokens, chunk)
+
+    def score_law(
+        self, tokens: Sequence[int], sampling: Sampling, *, first: int, chunk_tokens: int | None = None
+    ) -> LawScores:
+        """What the target's law under ``sampling`` makes of ``tokens[first:]``; as :meth:`score` otherwise."""
+        model, _ = self._check_open()
+        chunk = self._limits.max_num_tokens if chunk_tokens is None else chunk_tokens
+        return score_laws(model, self._new_store, tokens, chunk, sampling, first)
 
     def close(self) -> None:
         """Drop every request without an Output and give the memory back; harmless if done twice."""

@@ -26,6 +26,7 @@ from typing import Any
 from trtspec.engine import (
     EngineStats,
     FinishReason,
+    LawScores,
     Output,
     Request,
     Sampling,
@@ -37,6 +38,10 @@ from trtspec.errors import InputError, MissingError, Problem
 
 ANSWER_TIMEOUT_S = 600.0
 """How long nothing may come of any request in flight before the engine is taken for dead."""
+_NO_SCORES = (
+    "TensorRT-LLM gives no scores of a text here: an engine needs gather_context_logits, which "
+    "drafting excludes, and the PyTorch flow has prompt_logprobs in newer versions only"
+)
 
 
 # --------------------------------------------------------------------------- mappings
@@ -297,10 +302,13 @@ class TrtllmEngine:
 
     def score(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Scores:
         """Not offered: always raises MissingError."""
-        raise MissingError(
-            "TensorRT-LLM gives no scores of a text here: an engine needs gather_context_logits, which "
-            "drafting excludes, and the PyTorch flow has prompt_logprobs in newer versions only"
-        )
+        raise MissingError(_NO_SCORES)
+
+    def score_law(
+        self, tokens: Sequence[int], sampling: Sampling, *, first: int, chunk_tokens: int | None = None
+    ) -> LawScores:
+        """Not offered: always raises MissingError."""
+        raise MissingError(_NO_SCORES)
 
     def close(self) -> None:
         """Cancel what is in flight and free the GPU."""
