@@ -22,7 +22,15 @@ from trtspec.prompts import Prompt
 from trtspec.recipe_file import parse_recipe
 from trtspec.trtllm.facts import VERSIONS, load_facts
 from trtspec.trtllm.opening import engine_options, llm_call
-from trtspec.trtllm.runtime import TrtllmEngine, finish_of, sampling_arguments, totals_of, until_stop
+from trtspec.trtllm.runtime import (
+    Iterations,
+    TrtllmEngine,
+    finish_of,
+    sampling_arguments,
+    totals_of,
+    until_stop,
+    with_iterations,
+)
 from trtspec.verify.gates import Verdict, exit_code
 from trtspec.verify.gpu import check_acceptance, check_gpu, check_same
 from trtspec.verify.settings import QUICK
@@ -132,6 +140,21 @@ def test_finish_reasons_and_stop_tokens() -> None:
     assert until_stop((4, 7), frozenset({2})) == ((4, 7), False)
 
 
+def iteration(number: int, drafted: int | None = 4, accepted: int = 1) -> dict[str, Any]:
+    drafting = {"numDraftTokens": drafted, "numAcceptedTokens": accepted}
+    return {"iter": number, "specDecodingStats": None if drafted is None else drafting}
+
+
+def test_iterations_add_up_and_a_missing_one_makes_the_sum_unknown() -> None:
+    first = with_iterations(Iterations(), [iteration(7), json.dumps(iteration(8, None))])
+    assert (first.last, first.drafted, first.accepted) == (8, 4, 1)
+    assert with_iterations(first, [iteration(9)]).drafted == 8
+    gap = with_iterations(first, [iteration(10)])
+    assert (gap.drafted, gap.accepted) == (None, None)
+    assert with_iterations(gap, [iteration(11)]).drafted is None, "for good"
+    assert with_iterations(Iterations(), [iteration(0, None)]).drafted is None, "nothing on drafting"
+
+
 # --------------------------------------------------------------------------- what LLM() is called with
 
 
@@ -238,6 +261,22 @@ def test_counts_that_are_not_told_stay_unknown(built: Artifact, trtllm: Any) -> 
     trtllm.reports_steps = False
     unknown = generate(engine, requests(1))[0]
     assert (unknown.steps, unknown.drafted, unknown.accepted) == (None, None, None)
+
+
+def test_iteration_statistics_tell_what_requests_do_not(built: Artifact, trtllm: Any) -> None:
+    trtllm.reports_iterations = True
+    engine = open_engine(built)
+    by_requests = generate(engine, requests(1))[0]
+    assert (engine.stats().drafted_tokens, engine.stats().pages_total) == (by_requests.drafted, 100)
+    trtllm.reports_drafts = False
+    generate(engine, requests(1))
+    stats = engine.stats()
+    assert by_requests.drafted is not None
+    assert by_requests.accepted is not None
+    assert (stats.drafted_tokens, stats.accepted_tokens) == (
+        2 * by_requests.drafted,
+        2 * by_requests.accepted,
+    )
 
 
 def test_a_stop_token_ends_an_answer_though_later_tokens_were_verified(built: Artifact, trtllm: Any) -> None:
@@ -431,6 +470,16 @@ def test_verify_sees_a_verification_that_accepts_everything(
     assert checks["acceptance"]["verdict"] == "ERROR"
     assert "NaN" in checks["acceptance"]["summary"]
     assert code == 1
+
+
+def test_verify_takes_drafts_from_iteration_statistics(built: Artifact, trtllm: Any, tmp_path: Path) -> None:
+    told = verified(built, tmp_path)[1]["acceptance"]["evidence"]
+    trtllm.reports_drafts, trtllm.reports_iterations = False, True
+    trtllm.iterations.clear()
+    found = verified(built, tmp_path)[1]["acceptance"]
+    assert found["evidence"]["drafted"] is None
+    assert found["evidence"]["drafted_by_iterations"] == told["drafted"]
+    assert "iteration statistics" in found["summary"]
 
 
 def test_a_required_check_that_cannot_be_done_is_not_passed(

@@ -8,7 +8,8 @@ final since the last call. What is known of a request, and from where (``tensorr
 * ``request_perf_metrics.speculative_decoding``, drafted and accepted tokens of the whole request, with its
   last response. The PyTorch flow of older versions never fills it: zeros, though drafts ran. Zeros of an
   engine that drafts are therefore unknown. What was accepted then follows from tokens and steps, since a step
-  emits what it accepted and one token more; what was drafted does not, and stays unknown.
+  emits what it accepted and one token more; what was drafted does not, and stays unknown;
+* iteration statistics, ``specDecodingStats`` and ``kvCacheStats`` of every step, for the whole engine.
 
 So counts are of requests (``Output.totals``), and drafts of single steps are None. There are no scores, no
 float64 and no near misses. Nothing here was run against TensorRT-LLM by its authors: it is tested with a
@@ -17,10 +18,11 @@ stand-in of its interface, and :file:`tests/gpu` runs it where TensorRT-LLM is.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.engine import (
@@ -36,6 +38,7 @@ from trtspec.engine import (
 )
 from trtspec.errors import InputError, MissingError, Problem
 
+STATS_TIMEOUT_S = 0.2
 ANSWER_TIMEOUT_S = 600.0
 """How long nothing may come of any request in flight before the engine is taken for dead."""
 _NO_SCORES = (
@@ -90,6 +93,43 @@ def totals_of(result: Any, num_tokens: int, *, speculates: bool) -> Totals:
     # The relation of the two counts; a last step that ends inside its draft may have accepted more.
     accepted = None if steps is None else max(0, num_tokens - steps)
     return Totals(steps, None, accepted)
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """What iteration statistics (``LLM.get_stats()``) told since the engine opened.
+
+    ``drafted`` and ``accepted`` are None as long as no iteration had a section on drafting, and for good once
+    an iteration is missing: TensorRT-LLM keeps the last ones only (``iter_stats_max_iterations``, 1000).
+    """
+
+    last: int | None = None
+    """Number of the last iteration that was read."""
+    whole: bool = True
+    drafted: int | None = None
+    accepted: int | None = None
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+
+
+def with_iterations(before: Iterations, told: Sequence[Mapping[str, Any] | str]) -> Iterations:
+    """``before`` and the iterations in ``told``, oldest first, each a mapping or its JSON."""
+    last, whole, drafted, accepted = before.last, before.whole, before.drafted, before.accepted
+    pages = (before.pages_total, before.pages_free, before.pages_held)
+    for entry in told:
+        values = json.loads(entry) if isinstance(entry, str) else entry
+        number = values.get("iter")
+        whole = whole and isinstance(number, int) and last in (None, number - 1)
+        last = number if isinstance(number, int) else last
+        if (drafting := values.get("specDecodingStats")) is not None:
+            drafted = (drafted or 0) + int(drafting["numDraftTokens"])
+            accepted = (accepted or 0) + int(drafting["numAcceptedTokens"])
+        if (cache := values.get("kvCacheStats")) is not None:
+            pages = (cache["maxNumBlocks"], cache["freeNumBlocks"], cache["usedNumBlocks"])
+    if not whole:
+        drafted = accepted = None
+    return Iterations(last, whole, drafted, accepted, *pages)
 
 
 def finish_of(reason: str | None) -> FinishReason:
@@ -165,6 +205,7 @@ class TrtllmEngine:
         self._generated = 0
         self._totals = Totals(0, 0, 0)
         self._steps = 0
+        self._iterations = Iterations()
 
     def add(self, request: Request) -> None:
         """Hand a request to TensorRT-LLM. Raises as :meth:`trtspec.engine.Engine.add`, InputError too for
@@ -289,15 +330,26 @@ class TrtllmEngine:
         return len(self._running) + len(self._cancelled)
 
     def stats(self) -> EngineStats:
-        """Totals of the requests that ended; None once one of them did not tell. ``steps`` counts the calls
-        that waited. What the KV cache holds is not told."""
+        """Totals of the requests that ended; drafts by iteration statistics where a request did not tell,
+        and None where these do not either. ``steps`` counts the calls that waited; pages are KV blocks as the
+        last iteration had them, 0 where iterations are not told. Waits a little for those under way."""
+        try:
+            told = self._llm.get_stats(timeout=STATS_TIMEOUT_S)
+            self._iterations = with_iterations(self._iterations, told)
+        except Exception:  # not offered, or not as known: then they tell nothing
+            self._iterations = replace(self._iterations, whole=False, drafted=None, accepted=None)
+        totals, iterations = self._totals, self._iterations
+        told_by_requests = totals.drafted is not None
         return EngineStats(
             steps=self._steps,
             generated_tokens=self._generated,
-            decode_steps=self._totals.decode_steps,
-            drafted_tokens=self._totals.drafted,
-            accepted_tokens=self._totals.accepted,
+            decode_steps=totals.decode_steps,
+            drafted_tokens=totals.drafted if told_by_requests else iterations.drafted,
+            accepted_tokens=totals.accepted if told_by_requests else iterations.accepted,
             running=len(self._running),
+            pages_total=iterations.pages_total,
+            pages_free=iterations.pages_free,
+            pages_held=iterations.pages_held,
         )
 
     def score(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Scores:

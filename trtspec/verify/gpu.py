@@ -48,6 +48,8 @@ class Measured:
     seconds: tuple[tuple[float, ...], ...]
     tokens: int
     """Tokens of each of these timed answers."""
+    drafted: int | None = None
+    """Drafted for ``together``, as the engine counts them over all requests."""
 
 
 @dataclass
@@ -98,8 +100,11 @@ def check_gpu(
         checks.append(_skipped(f"{lossless}_float64", reason, False))
     checks.append(_quality(quantizes=quantizes, required=gates.max_perplexity_ratio is not None))
     if speculates:
-        mine = found.measured["recipe"].together
-        checks.append(check_acceptance(mine, draft_limit=draft_limit, bound=gates.min_acceptance_length))
+        mine, bound = found.measured["recipe"], gates.min_acceptance_length
+        drafted = mine.drafted
+        checks.append(
+            check_acceptance(mine.together, draft_limit=draft_limit, bound=bound, all_drafted=drafted)
+        )
     else:
         reason = "the recipe does not speculate"
         checks.append(_skipped("acceptance", reason, gates.min_acceptance_length is not None))
@@ -123,7 +128,10 @@ def _measure(
     engine: Engine, prompts: Sequence[Prompt], stop_tokens: frozenset[int], settings: Settings
 ) -> Measured:
     requests = requests_for(prompts, settings.max_new_tokens, stop_tokens)
+    before = engine.stats().drafted_tokens
     together = generate(engine, requests)  # also the warm-up
+    after = engine.stats().drafted_tokens
+    drafted = None if before is None or after is None else after - before
     alone = [generate(engine, [request])[0] for request in requests[: settings.floor_prompts]]
     tokens = min(settings.race_tokens, settings.max_new_tokens)
     # No stop tokens: each answer has exactly as many tokens, whatever the variant.
@@ -137,7 +145,7 @@ def _measure(
             if len(answer.tokens) != tokens:
                 found = f"{len(answer.tokens)} tokens where {tokens} were asked for without a stop token"
                 raise MissingError(f"TensorRT-LLM ended a timed answer otherwise: {found}")
-    return Measured(tuple(together), tuple(alone), tuple(map(tuple, seconds)), tokens)
+    return Measured(tuple(together), tuple(alone), tuple(map(tuple, seconds)), tokens, drafted)
 
 
 # --------------------------------------------------------------------------- checks
@@ -208,8 +216,15 @@ def _quality(*, quantizes: bool, required: bool) -> Check:
     return _skipped("quality", reason, required)
 
 
-def check_acceptance(answers: Sequence[Completion], *, draft_limit: int | None, bound: float | None) -> Check:
-    """Acceptance length by TensorRT-LLM's own counts of each request. SKIPPED where it does not count steps,
+def check_acceptance(
+    answers: Sequence[Completion],
+    *,
+    draft_limit: int | None,
+    bound: float | None,
+    all_drafted: int | None = None,
+) -> Check:
+    """Acceptance length by TensorRT-LLM's own counts of each request. ``all_drafted``: what the engine
+    drafted for all of them, for the rate where requests do not tell. SKIPPED where it does not count steps,
     ERROR where its counts are impossible or those of a verification that accepts everything."""
     how = f"{DEFINITION}; greedy, TensorRT-LLM's counts of requests (decoding_iter); 95 % bootstrap over them"
     known = [(one, one.steps) for one in answers if one.steps]
@@ -227,11 +242,14 @@ def check_acceptance(answers: Sequence[Completion], *, draft_limit: int | None, 
     rate = "drafted tokens not told by this version"
     if all_told:
         rate = f"{num_accepted} of {num_drafted} drafted tokens accepted"
+    elif all_drafted is not None and len(accepted) == len(answers):
+        rate = f"{num_accepted} of {all_drafted} drafted tokens accepted, drafts by iteration statistics"
     evidence: dict[str, Any] = {
         "definition": DEFINITION,
         "acceptance_length": length,
         "acceptance_rate": num_accepted / num_drafted if all_told and num_drafted else None,
         "drafted": num_drafted if all_told else None,
+        "drafted_by_iterations": None if all_told else all_drafted,
         "accepted": num_accepted if len(accepted) == len(answers) else None,
         "decode_steps": sum(steps for _, steps in known),
     }

@@ -7,6 +7,7 @@ token follows from the last two. :data:`behaviour` makes it do what real version
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -26,6 +27,9 @@ class Behaviour:
     reports_drafts: bool = True
     """False: zeros, as the PyTorch flow of older versions gives."""
     reports_steps: bool = True
+    reports_iterations: bool = False
+    iterations: list[dict[str, Any]] = field(default_factory=list)
+    number: int = 0
     keeps_wrong_drafts: bool = False
     accepts_everything: bool = False
     merges: int = 1
@@ -69,6 +73,14 @@ class SpeculativeConfig:
         self.max_draft_len = config.get("max_draft_len", 4)
 
 
+def _told(drafted: int, accepted: int) -> None:
+    entry: dict[str, Any] = {"iter": behaviour.number}
+    entry["kvCacheStats"] = {"maxNumBlocks": 100, "freeNumBlocks": 90, "usedNumBlocks": 10}
+    entry["specDecodingStats"] = {"numDraftTokens": drafted, "numAcceptedTokens": accepted}
+    behaviour.number += 1
+    behaviour.iterations.append(entry)
+
+
 class Result:
     """Their RequestOutput, of one streamed request."""
 
@@ -97,7 +109,6 @@ class Result:
         return self
 
     def _step(self) -> None:
-        output = self.outputs[0]
         if self._aborted.is_set():
             self._end("cancelled")
             return
@@ -107,6 +118,12 @@ class Result:
             time.sleep(behaviour.step_s)
         if behaviour.reports_steps:
             self.decoding_iter += 1
+        drafted, accepted = self._drafted, self._accepted
+        self._emit()
+        _told(self._drafted - drafted, self._accepted - accepted)
+
+    def _emit(self) -> None:
+        output = self.outputs[0]
         known = self._prompt + output.token_ids
         # Every third step drafts, and of that draft the last token is wrong.
         draft = 0
@@ -170,6 +187,13 @@ class LLM:
         if sampling_params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id if it is None")
         return Result(list(inputs), sampling_params, self._draft_len)
+
+    def get_stats(self, timeout: float | None = 2) -> list[str]:
+        """Since the last call; their documentation says dicts and shows texts."""
+        if not behaviour.reports_iterations:
+            return []
+        told, behaviour.iterations = behaviour.iterations, []
+        return [json.dumps(entry) for entry in told]
 
     def shutdown(self) -> None:
         behaviour.shut += 1
