@@ -156,3 +156,27 @@ def test_heads_that_do_not_fit_are_refused_before_any_work(folder: Path) -> None
         folder, "{kind: medusa, heads: heads, choices: [[0], [0, 0], [0, 0, 0]]}", lambda heads: None
     )
     assert "[0, 0, 0] is 3 deep; the heads draft 2 tokens" in told
+
+
+def test_what_draft_check_finds_stops_a_build(folder: Path) -> None:
+    """Settings that load without an error and only lower the acceptance: the rope, the recorded target."""
+    write_heads(folder / "heads", "eagle3")
+
+    def yarn(heads: Path) -> None:
+        config = json.loads((heads / "config.json").read_text())
+        config["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0}
+        (heads / "config.json").write_text(json.dumps(config))
+        (heads / "trtspec_heads.json").write_text(json.dumps({"base_model": "m", "base_digest": "0" * 64}))
+
+    told = refused(folder, SPECULATION["eagle3"], yarn)
+    assert "rope_scaling: yarn of factor 32.0, the target has none" in told
+    assert "base_digest: the heads were trained for 'm', which has other files" in told
+
+
+def test_a_build_passes_on_the_warnings(folder: Path) -> None:
+    write_heads(folder / "heads", "medusa")
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "someone/other"}
+    (folder / "heads" / "config.json").write_text(json.dumps(config))
+    built, said = run(folder, SPECULATION["medusa"])
+    assert not built.up_to_date
+    assert [line for line in said if "for 'someone/other'; the target is model" in line]

@@ -30,6 +30,7 @@ from trtspec.embedded.eagle_heads import load_eagle
 from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.layers import rms_norm
 from trtspec.embedded.weights import load_model
+from trtspec.heads_check import check_heads, read_target
 from trtspec.modelspec import read_modelspec
 
 LAYERS, VOCAB, DRAFT_VOCAB = 6, 96, 64
@@ -83,6 +84,22 @@ def test_eagle3_drafts_are_modelopts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     compare(model, folder, tmp_path / "twice", NormsTwice, monkeypatch)
     with pytest.raises(AssertionError):
         compare(model, folder, tmp_path / "once", Eagle3Head, monkeypatch)
+    default_export_is_caught(model, folder, tmp_path / "default")
+
+
+def default_export_is_caught(model: Any, folder: Path, heads: Path) -> None:
+    """What ModelOpt's exporter writes unless told otherwise: yarn of factor 32, for a target without."""
+    from modelopt.torch.export import export_speculative_decoding
+    from modelopt.torch.speculative.config import EagleConfig
+
+    assert model.eagle_export_rope_scaling == {}
+    target = read_target(folder)
+    export_speculative_decoding(model, export_dir=heads)
+    assert check_heads(heads, target, "eagle3").problems == ()
+    model.eagle_export_rope_scaling = EagleConfig().eagle_export_rope_scaling
+    export_speculative_decoding(model, export_dir=heads)
+    [problem] = check_heads(heads, target, "eagle3").problems
+    assert "yarn of factor 32.0, the target has none; ModelOpt's exporter" in problem.message
 
 
 def compare(
