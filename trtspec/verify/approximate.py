@@ -28,6 +28,7 @@ from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, run
 from trtspec.stats import Array, Interval, bootstrap
 from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.records import Records, Row, answers_from, rows_of
 
 PERPLEXITY_MARGIN = 1.25
 """Used where the recipe sets no gates.max_perplexity_ratio: that key's default."""
@@ -243,7 +244,37 @@ def judge_approximate(
         how=f"{_GRAM}-grams of tokens within each answer; {how}",
         evidence={**evidence, "repeated_share": share, "repeated_share_strict": share - excess},
     )
-    return [_sound(check, drafting, drafted, prompts) for check in (likelihood, repetition)]
+    records = Records(
+        "approximate",
+        {"temperature": temperature, "margin": margin, "contradictions": list(drafting.contradictions)},
+        {"approximate": sampled_rows(approximate), "strict": sampled_rows(strict)},
+    )
+    return [
+        replace(_sound(check, drafting, drafted, prompts), records=records)
+        for check in (likelihood, repetition)
+    ]
+
+
+def sampled_rows(sampled: Sampled) -> list[Row]:
+    """A row for every answer of ``sampled``."""
+    return [
+        {"prompt": prompt, "logprob": logprob} | rows_of([answer])[0]
+        for prompt, (answers, logprobs) in enumerate(zip(sampled.answers, sampled.logprobs, strict=True))
+        for answer, logprob in zip(answers, logprobs, strict=True)
+    ]
+
+
+def sampled_from(rows: Sequence[Row]) -> Sampled:
+    """The answers whose :func:`sampled_rows` these are."""
+    answers: list[list[Answer]] = []
+    logprobs: list[list[float]] = []
+    for row in rows:
+        if row["prompt"] == len(answers):
+            answers.append([])
+            logprobs.append([])
+        answers[row["prompt"]] += answers_from([row])
+        logprobs[row["prompt"]].append(math.nan if row["logprob"] is None else row["logprob"])
+    return Sampled(tuple(map(tuple, answers)), tuple(map(tuple, logprobs)))
 
 
 def _sound(check: Check, drafting: Run, drafted: int, prompts: int) -> Check:

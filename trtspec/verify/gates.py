@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS
 from trtspec.stats import Interval, blocks_needed
+from trtspec.verify.records import Records
 
 
 class Verdict(str, Enum):
@@ -56,6 +57,8 @@ class Check:
     evidence: dict[str, Any] = field(default_factory=dict)
     details: tuple[str, ...] = ()
     """Findings one by one, a line each, below the summary."""
+    records: Records | None = field(default=None, repr=False, compare=False)
+    """What the verdict was computed from; kept in an evidence bundle, not in the report."""
 
 
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:
@@ -82,6 +85,7 @@ def gated(
     how: str,
     warnings: tuple[str, ...] = (),
     evidence: dict[str, Any] | None = None,
+    records: Records | None = None,
 ) -> Check:
     """A check of one number against a bound of the recipe; without a bound it is reported, not required."""
     low, high = interval
@@ -114,6 +118,7 @@ def gated(
         how=how,
         warnings=warnings,
         evidence=evidence or {},
+        records=records,
     )
 
 

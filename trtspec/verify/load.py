@@ -19,6 +19,7 @@ from trtspec.ruler import Answer, Run, acceptance_length, acceptance_within, emi
 from trtspec.stats import larger_by_chance, ratio_of_sums, times_faster
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.lossless import requests_for
+from trtspec.verify.records import Records, Row, answers_from, rows_of
 
 DEFINITION = "acceptance length = tokens emitted per target step, bonus or recovered token included"
 DEAD_LENGTH = 1.02
@@ -136,6 +137,17 @@ def check_acceptance(
         "steps_by_tokens_emitted": emitted_histogram(answers),
         "contradictions": list(contradictions),
     }
+    records = Records(
+        "acceptance",
+        {
+            "draft_limit": draft_limit,
+            "bound": bound,
+            "contradictions": list(contradictions),
+            "tasks": list(tasks),
+            "held_back_steps": held_back_steps,
+        },
+        {"requests": rows_of(answers)},
+    )
     problem = ""
     if contradictions:
         problem = f"the engine's counts contradict its outputs: {contradictions[0]}"
@@ -153,6 +165,7 @@ def check_acceptance(
             bound=bound,
             how=how,
             evidence=evidence,
+            records=records,
         )
     warnings: tuple[str, ...] = ()
     stuck = sum(_is_stuck(answer) for answer in answers)
@@ -183,6 +196,7 @@ def check_acceptance(
         how=how,
         warnings=warnings,
         evidence=evidence,
+        records=records,
     )
 
 
@@ -236,7 +250,19 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
         "prompts": prompts,
         "rounds": rounds,
         "contradictions": list(result.contradictions),
+        "interleaved": True,
     }
+    records = Records(
+        "speed",
+        {
+            "check_name": check_name,
+            "name": name,
+            "over": over,
+            "bound": bound,
+            "contradictions": list(result.contradictions),
+        },
+        {"runs": race_rows(result, (name, over))},
+    )
     problem = doubt = ""
     if result.contradictions:
         problem = f"the race is void: {result.contradictions[0]}"
@@ -261,6 +287,7 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
             bound=bound,
             how=how,
             evidence=evidence,
+            records=records,
         )
     label = f"batch 1, prompt included, {prompts} prompt{'s' if prompts > 1 else ''} {times}"
     check = gated(
@@ -274,11 +301,34 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
         n_unit="prompts",
         how=how,
         evidence=evidence,
+        records=records,
     )
     if not doubt:
         return check
     verdict = Verdict.INCONCLUSIVE if check.verdict is Verdict.PASS else check.verdict
     return replace(check, verdict=verdict, warnings=(doubt,))
+
+
+def race_rows(result: Race, names: Sequence[str]) -> list[Row]:
+    """A row for every timed run of ``names``."""
+    return [
+        {"contender": name, "prompt": prompt, "round": number, "seconds": one.seconds, "counted": one.tokens}
+        | rows_of(one.answers)[0]
+        for name in names
+        for prompt, rounds in enumerate(result.runs[name])
+        for number, one in enumerate(rounds)
+    ]
+
+
+def race_from(rows: Sequence[Row], contradictions: Sequence[str]) -> Race:
+    """The race whose :func:`race_rows` these are."""
+    runs: dict[str, list[list[Run]]] = {}
+    for row in rows:
+        prompts = runs.setdefault(row["contender"], [])
+        if row["prompt"] == len(prompts):
+            prompts.append([])
+        prompts[row["prompt"]].append(Run(answers_from([row]), row["seconds"], row["counted"], ()))
+    return Race(runs, tuple(contradictions))
 
 
 def _possible(result: Race, name: str, over: str) -> list[float]:
@@ -318,7 +368,14 @@ def compare_acceptance(
         "higher_by_chance": chance,
         "least_possible": 2.0 ** -len(differences),
     }
-    check = replace(check, evidence={**check.evidence, "acceptance_rate_against_float64": evidence})
+    records = check.records and check.records.also(
+        arguments={"compare_required": required}, tables={"float64": rows_of(exact)}
+    )
+    check = replace(
+        check,
+        evidence={**check.evidence, "acceptance_rate_against_float64": evidence},
+        records=records,
+    )
     if not (chance <= _SUSPICIOUS_P and rate > exact_rate + _SUSPICIOUS_RATE):
         return check
     text = (

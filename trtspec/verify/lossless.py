@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trtspec.engine import Engine, Request
 from trtspec.prompts import Prompt
@@ -40,7 +41,8 @@ from trtspec.verify.lossless_verdict import (
     Noise,
     judge,
 )
-from trtspec.verify.near_misses import Drafts, plan_near_misses, refusals
+from trtspec.verify.near_misses import Drafts, miss_rows, plan_near_misses, refusals
+from trtspec.verify.records import Records, rows_of
 
 _USUAL = 0.95
 # Each costs a few passes over its text, one of them token by token.
@@ -105,6 +107,16 @@ def locate(
     return replace(comparison, divergences=tuple(scored))
 
 
+@dataclass(frozen=True)
+class Move:
+    """How far scores at one place of a text moved when a pass computed ``rows`` tokens instead of all."""
+
+    text: int
+    position: int
+    rows: int
+    nats: float
+
+
 def row_noise(
     engine: Engine,
     texts: Sequence[Sequence[int]],
@@ -112,11 +124,19 @@ def row_noise(
     on_text: Callable[[], None] = lambda: None,
 ) -> Noise:
     """Score ``texts`` in chunks of each of ``rows`` tokens and in one pass; how far the scores move."""
-    worst = {str(count): 0.0 for count in rows}
-    positions, moves = 0, []
-    for text in texts:
+    return noise_of(row_moves(engine, texts, rows, on_text), rows)
+
+
+def row_moves(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    on_text: Callable[[], None] = lambda: None,
+) -> list[Move]:
+    """How far the scores of each place of ``texts`` move, for each of ``rows``."""
+    moves = []
+    for number, text in enumerate(texts):
         whole = engine.score(text)
-        positions += len(whole.margins)
         for count in rows:
             chunked = engine.score(text, chunk_tokens=count)
             for i in range(len(whole.margins)):
@@ -127,11 +147,20 @@ def row_noise(
                     moved = max(moved, abs(whole.margins[i] - chunked.margins[i]))
                 elif first == second[::-1]:
                     moved = max(moved, whole.margins[i] + chunked.margins[i])
-                worst[str(count)] = max(worst[str(count)], moved)
-                moves.append(moved)
+                moves.append(Move(number, i, count, moved))
             on_text()
-    rms = math.sqrt(math.fsum(moved**2 for moved in moves) / len(moves)) if moves else 0.0
-    return Noise(quantile(moves, _USUAL), max(worst.values(), default=0.0), rms, positions, worst)
+    return moves
+
+
+def noise_of(moves: Sequence[Move], rows: Sequence[int]) -> Noise:
+    """The noise that ``moves`` show; each place of each text has one for each of ``rows``."""
+    worst = {
+        str(count): max((move.nats for move in moves if move.rows == count), default=0.0) for count in rows
+    }
+    nats = [move.nats for move in moves]
+    rms = math.sqrt(math.fsum(moved**2 for moved in nats) / len(nats)) if nats else 0.0
+    positions = len(moves) // max(len(rows), 1)
+    return Noise(quantile(nats, _USUAL), max(worst.values(), default=0.0), rms, positions, worst)
 
 
 def look_closer(
@@ -246,6 +275,7 @@ def check_lossless(
         other = reference
         comparison = compare(one_by_one, reference.answers)
     near = None
+    near_tables: dict[str, list[dict[str, Any]]] = {}
     if offer is not None:
         plan = plan_near_misses(plain, prompts, reference.answers, draft_limit, advance)
         with offer(plan.drafts):
@@ -254,11 +284,13 @@ def check_lossless(
         compared = compare(reference.answers, missed.answers)
         compared = locate(plain, compared, prompts, reference.answers, spell)
         near = NearMissRun(compared, refusals(plan, prompts, missed.answers))
+        near_tables = {"near_answers": rows_of(missed.answers), "near_misses": miss_rows(plan)}
     texts = [
         (*prompt.tokens, *answer.tokens)[-noise_tokens:]
         for prompt, answer in list(zip(prompts, reference.answers, strict=True))[:noise_texts]
     ]
-    noise = row_noise(plain, texts, rows, advance)
+    moves = row_moves(plain, texts, rows, advance)
+    noise = noise_of(moves, rows)
     comparison = locate(plain, comparison, prompts, reference.answers, spell)
     floor = locate(plain, compare(one_by_one, together), prompts, one_by_one, spell)
     if dtype in TIES_ALLOWED:
@@ -278,4 +310,34 @@ def check_lossless(
         near=near,
         proof=proof,
     )
-    return Identity(check, reference, other)
+    records = Records(
+        "lossless",
+        {
+            "name": name,
+            "dtype": dtype,
+            "speculates": speculates,
+            "required": required,
+            "contradictions": list(contradictions),
+            "proof": proof,
+            "rows": rows,
+            "near": near is not None,
+        },
+        {
+            "prompts": [{"id": prompt.id, "tokens": list(prompt.tokens)} for prompt in prompts],
+            "reference": rows_of(reference.answers),
+            "other": rows_of(other.answers),
+            "batch_1": rows_of(one_by_one),
+            "noise": rows_of(moves),
+            "divergences": [
+                {"of": of} | row
+                for of, found in (
+                    ("comparison", comparison),
+                    ("floor", floor),
+                    *([("near", near.comparison)] if near is not None else []),
+                )
+                for row in rows_of(found.divergences)
+            ],
+            **near_tables,
+        },
+    )
+    return Identity(replace(check, records=records), reference, other)

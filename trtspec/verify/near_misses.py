@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer
+from trtspec.verify.records import Row
 
 NEAR_NATS = 0.4
 """A near miss is at most this far below the best token: at least two thirds as probable."""
@@ -98,6 +100,19 @@ def plan_near_misses(
             plan.drafts[key] = tuple(draft)
         on_answer()
     return plan
+
+
+def miss_rows(plan: Plan) -> list[dict[str, Any]]:
+    """A row for every second choice that ``plan`` holds."""
+    return [
+        {"prompt_id": prompt_id, "known": known, "at": miss.at, "gap_nats": miss.gap_nats}
+        for (prompt_id, known), miss in plan.misses.items()
+    ]
+
+
+def misses_from(rows: Sequence[Row]) -> Plan:
+    """A plan, its drafts left out, which :func:`refusals` reads like that of :func:`miss_rows`."""
+    return Plan({}, {(row["prompt_id"], row["known"]): _Miss(row["at"], row["gap_nats"]) for row in rows})
 
 
 def refusals(plan: Plan, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Refusals:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trtspec.engine import Engine
 from trtspec.stats import mean_difference_ratio
 from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.records import Records, Row
 
 
 def check_quality(
@@ -25,13 +27,21 @@ def check_quality(
 ) -> Check:
     """Perplexity ratio of ``target`` over ``baseline`` on ``texts`` (token ids), gated by its upper end."""
     target_logprobs, baseline_logprobs, agreements = [], [], 0
+    rows: list[Row] = []
     for number, text in enumerate(texts, start=1):
         ours, theirs = target.score(text), baseline.score(text)
         target_logprobs.append(ours.logprobs)
         baseline_logprobs.append(theirs.logprobs)
-        agreements += sum(a == b for a, b in zip(ours.top_tokens, theirs.top_tokens, strict=True))
+        same = [a == b for a, b in zip(ours.top_tokens, theirs.top_tokens, strict=True)]
+        agreements += sum(same)
+        pairs = zip(ours.logprobs, theirs.logprobs, same, strict=True)
+        rows += [
+            {"text": number - 1, "position": position, "target": a, "baseline": b, "same_top": agree}
+            for position, (a, b, agree) in enumerate(pairs)
+        ]
         on_progress(number, len(texts))
-    return judge(target_logprobs, baseline_logprobs, bound=bound, source=source, agreements=agreements)
+    check = judge(target_logprobs, baseline_logprobs, bound=bound, source=source, agreements=agreements)
+    return replace(check, records=Records("quality", {"bound": bound, "source": source}, {"tokens": rows}))
 
 
 def judge(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -61,7 +61,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "verdict": VERDICT_WORDS[report.exit_code],
         "exit_code": report.exit_code,
-        **asdict(report),
+        **asdict(replace(report, checks=())),
+        "checks": [check_fields(check) for check in report.checks],
     }
     plain: dict[str, Any] = _plain(value)
     return plain
@@ -70,6 +71,14 @@ def to_json(report: Report) -> dict[str, Any]:
 def to_bytes(report: Report) -> bytes:
     """The JSON file's content."""
     return (json.dumps(to_json(report), indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def check_fields(check: Check) -> dict[str, Any]:
+    """A check as JSON values, without its records: those are for a bundle."""
+    value = asdict(replace(check, records=None))
+    del value["records"]
+    plain: dict[str, Any] = _plain(value)
+    return plain
 
 
 def _plain(value: Any) -> Any:
