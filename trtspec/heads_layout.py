@@ -43,7 +43,7 @@ HeadsKind = Literal["medusa", "eagle", "eagle3"]
 Layout = Literal["original", "tensorrt", "modelopt", "speculators", "specforge"]
 
 CONFIG = "config.json"
-SEAL = "trtspec_heads.json"
+RECORD = "trtspec_heads.json"
 """What ``trtspec draft train`` says of the heads that it made, written last."""
 MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"
 MEDUSA_FILES = ("medusa_lm_head.pt", MEDUSA_SAFETENSORS)
@@ -79,8 +79,8 @@ class Heads:
     """The name in the file of each tensor."""
     base_model: str | None
     """The target that config.json names."""
-    seal: Mapping[str, Any]
-    """:data:`SEAL`; {} for heads of other tools."""
+    record: Mapping[str, Any]
+    """:data:`RECORD`; {} for heads of other tools."""
 
     @property
     def config_file(self) -> Path:
@@ -101,7 +101,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def head_files(folder: Path) -> list[Path]:
     """All files of ``folder`` that its heads need."""
-    return [*[folder / name for name in (CONFIG, SEAL) if (folder / name).is_file()], *weight_files(folder)]
+    return [*[folder / name for name in (CONFIG, RECORD) if (folder / name).is_file()], *weight_files(folder)]
 
 
 def read_heads(folder: Path, problems: list[Problem]) -> Heads | None:
@@ -117,7 +117,7 @@ def read_heads(folder: Path, problems: list[Problem]) -> Heads | None:
     raw = _read_weight_headers(folder, found)
     path = folder / CONFIG
     values = (read_json(path, found) or {}) if path.exists() else {}
-    seal = (read_json(folder / SEAL, found) or {}) if (folder / SEAL).exists() else {}
+    record = (read_json(folder / RECORD, found) or {}) if (folder / RECORD).exists() else {}
     problems += found
     if found:
         return None
@@ -140,7 +140,7 @@ def read_heads(folder: Path, problems: list[Problem]) -> Heads | None:
         tensors[own], stored[own] = header, name
     files = tuple(weight_files(folder))
     layout = _layout_of(kind, raw, values, files)
-    return Heads(folder, kind, layout, hydra, config, files, tensors, stored, _base_model(values), seal)
+    return Heads(folder, kind, layout, hydra, config, files, tensors, stored, _base_model(values), record)
 
 
 def _read_weight_headers(folder: Path, problems: list[Problem]) -> dict[str, TensorHeader]:

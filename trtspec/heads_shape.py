@@ -251,7 +251,7 @@ def _eagle_shape(heads: Heads, target: ModelSpec | None, problems: list[Problem]
     positions = integer("max_position_embeddings", target.max_positions if target else 2048)
     theta, scaling = read_rope(config, path, problems, positions)
 
-    hidden_layers = None
+    hidden_layers: tuple[int, ...] | None = None
     target_hidden = target.hidden_size if target else told if isinstance(told, int) else hidden
     inputs: int | None = 2 * hidden
     if target is not None:
@@ -259,8 +259,8 @@ def _eagle_shape(heads: Heads, target: ModelSpec | None, problems: list[Problem]
     if third:
         inputs = None
         if target is not None:
-            hidden_layers = _hidden_layers(config, target, problems, str(path))
-            inputs = len(hidden_layers) * target_hidden
+            named = _hidden_layers(config, target, problems, str(path))
+            hidden_layers, inputs = named, len(named) * target_hidden
     tensors.want("fc.weight", hidden, inputs)
     tensors.want("fc.bias", hidden, optional=True)
     tensors.want("embed_tokens.weight", vocab, hidden, optional=hidden == target_hidden)

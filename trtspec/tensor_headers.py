@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class TensorHeader:
 
 
 def _in_order(raw: bytes, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bytes:
-    values = memoryview(raw).cast({1: "B", 2: "H", 4: "I", 8: "Q"}[size])
+    values = array({1: "B", 2: "H", 4: "I", 8: "Q"}[size], raw)
     starts = [0]
     for length, stride in zip(shape[:-1], strides[:-1], strict=True):
         starts = [start + at * stride for start in starts for at in range(length)]
