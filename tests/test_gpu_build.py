@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ def test_changed_or_added_files_are_noticed(folder: Path, tmp_path: Path) -> Non
         artifact.open_artifact(built)
 
 
+without_tensorrt_llm = pytest.mark.skipif(
+    find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is here"
+)
+
+
+@without_tensorrt_llm
 @pytest.mark.parametrize("verb", ["serve", "verify"])
 def test_serve_and_verify_say_in_one_line_what_lacks(
     verb: str, engine: Path, capsys: pytest.CaptureFixture[str]
@@ -117,6 +124,7 @@ def test_a_draft_model_is_sealed_where_the_options_look_for_it(folder: Path, tmp
     assert (built / "draft" / "model.safetensors").is_file()
 
 
+@without_tensorrt_llm
 def test_opening_it_names_what_lacks(engine: Path) -> None:
     with pytest.raises(MissingError, match="needs TensorRT-LLM and an NVIDIA GPU"):
         open_engine(artifact.open_artifact(engine))
