@@ -200,6 +200,14 @@ def recipe_of(backend: str, speculation: str) -> Any:
     return parse_recipe(f"{head}backend: {{kind: {backend}}}\nspeculation: {speculation}\n{LIMITS}")
 
 
+def test_kv_blocks_are_reused_only_where_the_context_kernel_reads_pages() -> None:
+    for paged in (True, False):
+        text = f"version: 1\nname: x\nmodel: {{source: a/b}}\nspeculation: {{kind: none}}\n{LIMITS}"
+        backend = f"backend: {{kind: tensorrt, paged_context_fmha: {str(paged).lower()}}}\n"
+        options = engine_options(parse_recipe(text + backend))
+        assert options["kv_cache_config"] == {"enable_block_reuse": paged}
+
+
 def test_what_llm_cannot_run_is_missing_with_the_way_that_can(built: Artifact) -> None:
     for section in ("{kind: ngram}", "{kind: draft_model, model: {source: a/d}}"):
         with pytest.raises(MissingError, match="tensorrt_llm_bls"):

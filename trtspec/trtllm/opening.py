@@ -34,7 +34,7 @@ from trtspec.recipe import (
     Recipe,
     TensorrtBackend,
 )
-from trtspec.recipe_facts import drafted_positions
+from trtspec.recipe_facts import drafted_positions, paged_context_off
 from trtspec.trtllm.command import Paths
 from trtspec.trtllm.facts import Facts, load_facts
 from trtspec.trtllm.launch import FORCED_ACCEPTANCE
@@ -124,6 +124,8 @@ def engine_options(recipe: Recipe) -> dict[str, Any]:
         "max_num_tokens": limits.max_num_tokens,
         "tensor_parallel_size": recipe.parallel.tp,
         "pipeline_parallel_size": recipe.parallel.pp,
+        # As Triton's model of the engine has it: blocks are reused through the paged context kernel.
+        "kv_cache_config": {"enable_block_reuse": paged_context_off(recipe) is None},
     }
     nodes = drafted_positions(speculation)
     match speculation:
