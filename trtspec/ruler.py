@@ -31,6 +31,8 @@ class Answer:
     accepted: int
     drafted_by_step: tuple[int, ...] = ()
     """Drafted tokens of each step of ``emitted``."""
+    accepted_by_step: tuple[int, ...] = ()
+    """Accepted ones likewise."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _Books:
     tokens: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     drafted_by_step: list[int] = field(default_factory=list)
+    accepted_by_step: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     finish_reason: FinishReason | None = None
@@ -122,6 +125,7 @@ def run(
             book.drafted,
             book.accepted,
             tuple(book.drafted_by_step),
+            tuple(book.accepted_by_step),
         )
         for request in requests
         for book in [books[request.id]]
@@ -144,6 +148,7 @@ def _enter(book: _Books, output: Output, draft_limit: int | None, wrong: list[st
     if emitted:
         book.emitted.append(emitted)
         book.drafted_by_step.append(drafted)
+        book.accepted_by_step.append(accepted)
     if accepted > drafted:
         wrong.append(f"{name}: {accepted} tokens accepted of {drafted} drafted")
     if draft_limit is not None and drafted > draft_limit:

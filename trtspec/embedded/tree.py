@@ -162,6 +162,11 @@ def subset(draft: Draft, kept: Sequence[int]) -> Draft:
     )
 
 
+def seen_part(draft: Draft, num_read: int) -> Draft:
+    """What is left of ``draft`` where the step had no room for all: its first nodes, so many of them read."""
+    return next(cut for n in range(len(draft), -1, -1) if (cut := truncate(draft, n)).num_read <= num_read)
+
+
 def depths(draft: Draft) -> tuple[int, ...]:
     """Of each node, its distance from the current token: 1 for the first candidates.
 

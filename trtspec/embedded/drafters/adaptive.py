@@ -35,7 +35,7 @@ from torch import Tensor
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import Drafter, DraftView
 from trtspec.embedded.drafters.choice import StepCost, best_levels, best_nodes
-from trtspec.embedded.tree import EMPTY_DRAFT, Draft, children, depths, no_deeper, subset, truncate
+from trtspec.embedded.tree import EMPTY_DRAFT, Draft, children, depths, no_deeper, seen_part, subset, truncate
 
 PROBE_ROUNDS = 64
 """At most every so many rounds more is drafted than pays, so that what was turned off is measured again."""
@@ -334,7 +334,7 @@ class AdaptiveDrafter:
             if outcome is None or rows is None:
                 continue
             if draft.num_read != len(rows) - 1:
-                draft = _seen(draft, len(rows) - 1)
+                draft = seen_part(draft, len(rows) - 1)
             drafted += len(draft)
             levels += max(depths(draft), default=0)
             self._learn(view.id, draft, outcome)
@@ -390,8 +390,3 @@ def _closed(draft: Draft, nodes: Iterable[int]) -> list[int]:
 
 def _most_valuable(draft: Draft, values: Sequence[float], count: int) -> list[int]:
     return _closed(draft, sorted(range(len(values)), key=lambda node: -values[node])[:count])
-
-
-def _seen(draft: Draft, num_read: int) -> Draft:
-    """What is left of ``draft`` where the step had no room for all: its first nodes, so many of them read."""
-    return next(cut for n in range(len(draft), -1, -1) if (cut := truncate(draft, n)).num_read <= num_read)

@@ -1,0 +1,266 @@
+"""Acceptance of drafts, by position and as a whole, with intervals: pure counting, no engine.
+
+The unit is a *step*: one target forward of one answer after the one that ended its prompt, for which nothing
+could be drafted. Terms as in :mod:`trtspec.engine`. By position (a chain's token, a tree's level) j:
+
+* *joint* acceptance: the share of all steps that accepted at least j drafted tokens;
+* *conditional* acceptance: the same among the steps that accepted j - 1, joint_j / joint_(j - 1);
+* *offered*: the share of those that had a candidate at j at all (prompt lookup often has none).
+
+Tokens a step then are 1 + the sum of the joint ones (docs/math.md, section 4), but for the last step of an
+answer, whose bonus token may be cut off. Prompts are the independent blocks of every interval: steps of one
+answer are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trtspec.stats import Array, Interval, bootstrap, ratio_of_sums
+
+DEFINITION = (
+    "acceptance length = tokens emitted per target step after the prompt's, bonus or recovered token "
+    "included; acceptance rate = accepted / drafted"
+)
+DEAD_LENGTH = 1.1
+"""A drafter whose acceptance length is below this, interval and all, is called dead."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """``drafted`` candidates in ``offered`` levels, ``accepted`` of which became output, of ``emitted`` ones.
+    ``ranks``: of each accepted node, how many siblings were offered before it."""
+
+    emitted: int
+    drafted: int
+    offered: int
+    accepted: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One prompt's answer: its steps after the prompt's own, and all its tokens."""
+
+    prompt: str
+    task: str
+    tokens: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def emitted(self) -> int:
+        return sum(step.emitted for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A measured value and its 95 % bootstrap interval over prompts; NaN without any data, and an interval
+    without ends from one prompt alone."""
+
+    value: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Position:
+    """``steps``: those that accepted everything before this position, whose share ``conditional`` is of."""
+
+    position: int
+    conditional: Value
+    joint: Value
+    offered: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a set of answers says. ``length`` and ``rate`` weigh every token alike, ``..._by_request`` every
+    request. ``histogram[n]``: steps that emitted n tokens. ``with_prompt_step``: the length as ``verify``
+    counts it, which takes in the step that ends the prompt. ``predicted``: 1 + the sum of the joint rates."""
+
+    prompts: int
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+    length: Value
+    length_by_request: Value
+    rate: Value
+    rate_by_request: Value
+    positions: tuple[Position, ...]
+    histogram: dict[int, int]
+    with_prompt_step: float
+    predicted: float
+
+
+def summarize(answers: Sequence[Answered]) -> Acceptance:
+    """The acceptance of ``answers``; those that ended with the prompt's own step count for nothing."""
+    answers = [answer for answer in answers if answer.steps]
+    steps = [step for answer in answers for step in answer.steps]
+    tokens = [float(answer.emitted) for answer in answers]
+    counts = [float(len(answer.steps)) for answer in answers]
+    drafted = [float(sum(step.drafted for step in answer.steps)) for answer in answers]
+    accepted = [float(sum(step.accepted for step in answer.steps)) for answer in answers]
+    rates = [a / d for a, d in zip(accepted, drafted, strict=True) if d]
+    positions = _positions(answers)
+    return Acceptance(
+        prompts=len(answers),
+        steps=len(steps),
+        tokens=int(sum(tokens)),
+        drafted=int(sum(drafted)),
+        accepted=int(sum(accepted)),
+        length=_ratio(tokens, counts),
+        length_by_request=_mean([t / n for t, n in zip(tokens, counts, strict=True)]),
+        rate=_ratio(accepted, drafted),
+        rate_by_request=_mean(rates),
+        positions=positions,
+        histogram=dict(sorted(Counter(step.emitted for step in steps).items())),
+        with_prompt_step=_over(sum(len(a.tokens) for a in answers), len(steps) + len(answers)),
+        predicted=1.0 + sum(position.joint.value for position in positions) if steps else math.nan,
+    )
+
+
+def by_task(answers: Sequence[Answered]) -> dict[str, Acceptance]:
+    """:func:`summarize` of each task, in the order of the prompts; those without a task are left out."""
+    tasks = dict.fromkeys(answer.task for answer in answers if answer.task)
+    return {task: summarize([answer for answer in answers if answer.task == task]) for task in tasks}
+
+
+def _positions(answers: Sequence[Answered]) -> tuple[Position, ...]:
+    deepest = max((step.offered for answer in answers for step in answer.steps), default=0)
+    found = []
+    for position in range(1, deepest + 1):
+        before = [sum(s.accepted >= position - 1 for s in answer.steps) for answer in answers]
+        kept = [float(sum(s.accepted >= position for s in answer.steps)) for answer in answers]
+        offered = sum(
+            s.accepted >= position - 1 and s.offered >= position for answer in answers for s in answer.steps
+        )
+        found.append(
+            Position(
+                position,
+                conditional=_ratio(kept, [float(count) for count in before]),
+                joint=_ratio(kept, [float(len(answer.steps)) for answer in answers]),
+                offered=_over(offered, sum(before)),
+                steps=sum(before),
+            )
+        )
+    return tuple(found)
+
+
+def _ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Value:
+    if not sum(denominators):
+        return Value(math.nan, (-math.inf, math.inf))
+    return Value(*ratio_of_sums(numerators, denominators))
+
+
+def _mean(values: Sequence[float]) -> Value:
+    return _ratio(values, [1.0] * len(values))
+
+
+def _over(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+# --------------------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of acceptance lengths, the one's minus the other's on the same prompts: token-weighted, and the mean
+    over the prompts; 95 % paired bootstrap."""
+
+    length: Value
+    length_by_request: Value
+    rate: Value
+
+
+def difference(one: Sequence[Answered], other: Sequence[Answered]) -> Difference:
+    """How much more ``one`` accepts than ``other``; both answered the same prompts in the same order.
+
+    A prompt is resampled with both its answers, so what makes it easy or hard for both cancels out. Raises
+    ValueError for other prompts.
+    """
+    if [answer.prompt for answer in one] != [answer.prompt for answer in other]:
+        raise ValueError("not the same prompts on both sides")
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.steps and b.steps]
+
+    def columns(of: int) -> tuple[Array, Array, Array, Array]:
+        rows = [
+            (
+                pair[of].emitted,
+                len(pair[of].steps),
+                sum(step.accepted for step in pair[of].steps),
+                sum(step.drafted for step in pair[of].steps),
+            )
+            for pair in pairs
+        ]
+        tokens, steps, accepted, drafted = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+        return tokens, steps, accepted, drafted
+
+    left, right = columns(0), columns(1)
+    own = left[0] / left[1] - right[0] / right[1]
+    return Difference(
+        length=_gap(left[0], left[1], right[0], right[1]),
+        length_by_request=_mean([float(value) for value in own]),
+        rate=_gap(left[2], left[3], right[2], right[3]),
+    )
+
+
+def _gap(top: Array, bottom: Array, other_top: Array, other_bottom: Array) -> Value:
+    if not bottom.sum() or not other_bottom.sum():
+        return Value(math.nan, (-math.inf, math.inf))
+
+    def statistic(chosen: NDArray[np.intp]) -> Array:
+        sums = [column[chosen].sum(axis=1) for column in (top, bottom, other_top, other_bottom)]
+        gap: Array = sums[0] / np.maximum(sums[1], 1e-9) - sums[2] / np.maximum(sums[3], 1e-9)
+        return gap
+
+    value = float(top.sum() / bottom.sum() - other_top.sum() / other_bottom.sum())
+    return Value(value, bootstrap(statistic, len(top)))
+
+
+# --------------------------------------------------------------------------- dead drafters
+
+
+def chance_length(answers: Sequence[Answered]) -> float:
+    """The acceptance length of a drafter that knows nothing but how often each token occurs in ``answers``,
+    with the nodes and levels that were drafted on average: it offers frequent tokens, in the best tree.
+
+    That tree takes the largest products of frequencies along its paths (Medusa, arXiv 2401.10774, section
+    2.3.3); tokens are taken as independent, so it is what guessing yields, not what a text's habits would.
+    """
+    steps = [step for answer in answers for step in answer.steps if step.drafted]
+    counts = Counter(token for answer in answers for token in answer.tokens)
+    if not steps:
+        return 1.0
+    total = sum(counts.values())
+    shares = [count / total for _, count in counts.most_common(64)]
+    nodes = round(sum(step.drafted for step in steps) / len(steps))
+    levels = round(sum(step.offered for step in steps) / len(steps))
+    from trtspec.embedded.drafters.trees import best_choices, expected_length  # torch
+
+    accuracies = [shares] * max(levels, 1)
+    return expected_length(best_choices(accuracies, nodes), accuracies)
+
+
+def dead_drafter(answers: Sequence[Answered], *, learned: bool) -> str:
+    """Why the drafter of ``answers`` is called dead, "" if it is not.
+
+    Dead: its acceptance length, upper end of the interval, is below :data:`DEAD_LENGTH`, or (``learned``: a
+    model or heads, which always have something to say) below what guessing frequent tokens would reach
+    (:func:`chance_length`). One prompt has no interval and kills nobody.
+    """
+    found = summarize(answers).length
+    high = found.interval[1]
+    told = f"acceptance length {found.value:.3f} (95 % interval to {high:.3f})"
+    if high < DEAD_LENGTH:
+        return f"{told} is below {DEAD_LENGTH}: it drafts next to nothing that the target would say"
+    if learned and math.isfinite(high) and high < (chance := chance_length(answers)):
+        return f"{told} is below {chance:.3f}, what offering the most frequent tokens of these answers yields"
+    return ""
