@@ -24,6 +24,7 @@ from trtspec.heads_check import HeadsCheck, Target, check_heads, read_target
 from trtspec.heads_layout import RECORD
 
 Change = Callable[[Tensors, Config], None]
+AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,8 @@ MISMATCHES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         _tensor("2.1.weight", lambda value: value[:-8].clone()),
         f"shape [{VOCAB - 8}, {HIDDEN}]",
     ),
+    "told hidden size": (MEDUSA, _set(hidden_size=HIDDEN + 8), f"hidden_size: {HIDDEN + 8}, the target has"),
+    "told vocabulary": (MEDUSA, _set(vocab_size=VOCAB + 8), f"vocab_size: {VOCAB + 8}, the target has"),
     "vocabulary, EAGLE": (EAGLES, _set(vocab_size=VOCAB + 8), f"vocab_size: {VOCAB + 8}, the target"),
     "draft vocabulary": (
         EAGLE3, _top(draft_vocab_size=DRAFTED - 1), f"[{DRAFTED}], [{DRAFTED - 1}] is needed",
@@ -336,6 +339,7 @@ def test_file_names_that_tensorrt_llm_does_not_find(tmp_path: Path, target: Targ
         ("eagle3_tensorrt", _unchanged, "tensorrt", "runs eagle3 heads on backend pytorch"),
         ("medusa_tensorrt", _unchanged, "pytorch", "runs medusa heads on backend tensorrt only"),
         ("eagle3_speculators", _unchanged, "pytorch", "the layout of speculators"),
+        ("eagle3_tensorrt", _top(eagle_config={AUX: [1, 2, 3]}), "pytorch", "sees the layers [1, 2, 3]"),
         (
             "eagle3_speculators", _top(norm_before_residual=True), "embedded",
             "norm_before_residual: true; only heads whose residual is the feature before its norm",

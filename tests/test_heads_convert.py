@@ -129,7 +129,7 @@ def test_medusa_heads_come_out_of_modelopts_whole_model(tmp_path: Path, target: 
         assert json.loads((out / "config.json").read_text()) == {
             "medusa_num_heads": 3,
             "medusa_num_layers": 1,
-            "base_model_name_or_path": "tiny-chat",
+            "base_model_name_or_path": str(target.folder),
         }
         assert check_heads(out, target).runs_on == ("embedded", "tensorrt")
 

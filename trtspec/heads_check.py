@@ -16,7 +16,17 @@ from typing import Any, Literal
 from trtspec.artifact import file_sha256
 from trtspec.config_values import shown_value
 from trtspec.errors import InputError, MissingError, Problem
-from trtspec.heads_layout import CONFIG, EAGLE_FILES, MEDUSA_FILES, RECORD, Heads, HeadsKind, read_heads
+from trtspec.heads_layout import (
+    CONFIG,
+    EAGLE_FILES,
+    MEDUSA_FILES,
+    RECORD,
+    Heads,
+    HeadsKind,
+    default_hidden_layers,
+    named_hidden_layers,
+    read_heads,
+)
 from trtspec.heads_shape import EagleShape, MedusaShape, embedded_problems, read_shape
 from trtspec.modelspec import ModelSpec, read_modelspec, read_rope
 from trtspec.tensor_headers import read_json
@@ -110,7 +120,8 @@ def check_heads(folder: Path, target: Target | None, kind: HeadsKind | None = No
             _check_base_model(heads, target, problems, warnings)
             if heads.kind != "medusa":
                 _check_rope(heads, target.spec, problems, warnings)
-        obstacles = {backend: tuple(backend_problems(heads, shape, backend)) for backend in BACKENDS}
+        spec = target.spec if target else None
+        obstacles = {backend: tuple(backend_problems(heads, shape, backend, spec)) for backend in BACKENDS}
     except (InputError, MissingError) as error:
         found = error.problems if isinstance(error, InputError) else (Problem(str(error)),)
         return HeadsCheck(None, None, (*problems, *found), tuple(warnings), {})
@@ -279,9 +290,11 @@ def _dtype_warnings(heads: Heads, target: Target | None) -> Iterator[Problem]:
         yield Problem(message, file=str(heads.folder))
 
 
-def backend_problems(heads: Heads, shape: MedusaShape | EagleShape, backend: Backend) -> Iterator[Problem]:
-    """Why ``backend`` does not run heads that fit their target, from the files it looks for to the settings
-    of its forward pass."""
+def backend_problems(
+    heads: Heads, shape: MedusaShape | EagleShape, backend: Backend, target: ModelSpec | None = None
+) -> Iterator[Problem]:
+    """Why ``backend`` does not run heads that fit ``target``, from the files it looks for to the settings of
+    its forward pass."""
     if backend == "embedded":
         yield from embedded_problems(heads)
         return
@@ -292,7 +305,7 @@ def backend_problems(heads: Heads, shape: MedusaShape | EagleShape, backend: Bac
         message = f"TensorRT-LLM runs {heads.kind} heads on backend {wanted} only"
         yield Problem(message, file=str(heads.folder))
     else:
-        yield from _tensorrt_problems(heads, shape)
+        yield from _tensorrt_problems(heads, shape, target)
 
 
 def tensorrt_file_problem(folder: Path, kind: HeadsKind) -> Problem | None:
@@ -314,7 +327,9 @@ def tensorrt_file_problem(folder: Path, kind: HeadsKind) -> Problem | None:
     return None
 
 
-def _tensorrt_problems(heads: Heads, shape: MedusaShape | EagleShape) -> Iterator[Problem]:
+def _tensorrt_problems(
+    heads: Heads, shape: MedusaShape | EagleShape, target: ModelSpec | None
+) -> Iterator[Problem]:
     convert = "trtspec draft convert --to tensorrt"
     if (problem := tensorrt_file_problem(heads.folder, heads.kind)) is not None:
         yield problem
@@ -342,6 +357,14 @@ def _tensorrt_problems(heads: Heads, shape: MedusaShape | EagleShape) -> Iterato
         if len({len(blocks) for blocks in shape.blocks}) > 1:
             yield Problem("heads of different depths; TensorRT-LLM has one for all", file=str(heads.folder))
     elif heads.kind == "eagle3":
+        default = default_hidden_layers(target.num_layers) if target else shape.hidden_layers
+        if shape.hidden_layers != default:
+            layers = [layer - 1 for layer in shape.hidden_layers or ()]
+            message = (
+                f"sees the layers {layers}; TensorRT-LLM captures {[layer - 1 for layer in default or ()]} "
+                "unless told eagle3_layers_to_capture (from 1.1), which recipes do not write"
+            )
+            yield Problem(message, file=str(heads.config_file), key=named_hidden_layers(heads.config)[0])
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if heads.config.get(key):
                 message = "true; TensorRT-LLM's EAGLE-3 layer (up to 1.2.1) does not read it"

@@ -145,6 +145,11 @@ def _medusa_shape(heads: Heads, target: ModelSpec | None, problems: list[Problem
         if len(blocks.get(head, ())) != layers:
             message = f"{shown_value(layers)} layers, head {head} has {len(blocks.get(head, ()))}"
             problems.append(Problem(message, file=str(heads.config_file), key="medusa_num_layers"))
+    for key in ("hidden_size", "vocab_size"):
+        mine, theirs = config.get(key), getattr(target, key, None)
+        if theirs is not None and isinstance(mine, int) and mine != theirs:
+            message = f"{mine}, the target has {theirs}; these heads are another target's"
+            problems.append(Problem(message, file=str(heads.config_file), key=key))
     grounded = heads.hydra and bool(config.get("grounded_heads", True))
     size, vocab = (target.hidden_size, target.vocab_size) if target else _sizes_of(heads)
     for head in numbers:

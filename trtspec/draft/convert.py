@@ -243,7 +243,10 @@ def _output_of(
 
 
 def _name_of(target: Target | None) -> str | None:
-    return target.names[-1] if target is not None else None
+    """What tools find the target by: its hub id, else its folder."""
+    if target is None:
+        return None
+    return next((name for name in target.names if "/" in name), str(target.folder))
 
 
 # --------------------------------------------------------------------------- EAGLE-1/2

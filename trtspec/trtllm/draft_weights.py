@@ -129,7 +129,7 @@ def inspect_draft_weights(folder: Path, kind: HeadsKind, target: ModelSpec | Non
         message = f"these are {heads.kind} heads, {kind} was asked for; write speculation.kind: {heads.kind}"
         raise InputError(Problem(message, file=str(folder)))
     shape = read_shape(heads, target, problems)
-    problems += backend_problems(heads, shape, "pytorch" if kind == "eagle3" else "tensorrt")
+    problems += backend_problems(heads, shape, "pytorch" if kind == "eagle3" else "tensorrt", target)
     if problems:
         raise InputError(problems)
     if isinstance(shape, MedusaShape):
