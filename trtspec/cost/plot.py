@@ -9,8 +9,10 @@ from pathlib import Path
 from trtspec.cost.views import Cell, Series, View
 from trtspec.errors import MissingError
 
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#7f7f7f")
-COLORS += ("#e377c2", "#bcbd22", "#000000", "#aec7e8")
+COLORS = (
+    *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf"),
+    *("#8c564b", "#7f7f7f", "#e377c2", "#bcbd22", "#000000", "#aec7e8"),
+)
 LETTERS = "ox+*#@%&"
 WIDTH, HEIGHT = 720, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 170, 40, 52
