@@ -20,7 +20,7 @@ GPU_PYTHON ?= $(BIN)/python
 # Spinning OpenMP threads cost a factor of 15 when another process shares the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup model demo check lint type test test-gpu recipes docs bench peers clean
+.PHONY: help setup model demo demo-heads check lint type test test-gpu recipes docs bench peers clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,9 @@ model: setup  ## fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) into the cache,
 
 demo: model  ## build, serve, ask and verify a quantized, speculating model on this machine
 	@PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo.sh
+
+demo-heads: model  ## train EAGLE-3 and Medusa heads (20 to 50 minutes), build, compare and verify with them
+	@PATH="$(abspath $(BIN)):$$PATH" bash scripts/demo_heads.sh
 
 check: model  ## everything that must be green: lint, types, layers, tests; reports all that fails
 	@status=0; \

@@ -7,6 +7,7 @@ the lists below; the seed makes them reproducible. None is a prompt that heads a
     python scripts/training_prompts.py [--check]
 """
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -31,7 +32,9 @@ houseplants|dogs|cats|horses|owls|whales|spiders|snakes|frogs|butterflies|mushro
 guitar|painting|photography|poetry|novels|theatre|film editing|animation|board games|crossword puzzles|knitting|
 pottery|carpentry|plumbing|soldering|bread baking|soup|salads|breakfast|school lunches|picnics|birthdays|weddings|
 moving house|neighbours|noise|traffic|cycling lanes|public parks|museums|airports|hotels|passports|jet lag|
-mountains|rivers|lakes|islands|oceans|snow|fog|thunderstorms|hurricanes|droughts|seasons|climate""".replace("\n", " ")
+mountains|rivers|lakes|islands|oceans|snow|fog|thunderstorms|hurricanes|droughts|seasons|climate""".replace(
+    "\n", " "
+)
 
 CHAT = [
     "Explain {t} to a ten-year-old.", "What should everyone know about {t}?", "How does one get started with {t}?",
@@ -67,7 +70,8 @@ SUMS = [
     "I bought {b} notebooks at {a} cents each and paid with {c} euros. How much change do I get?",
     "A rectangle is {a} m long and {b} m wide. Find its area and its perimeter.",
     "Convert {a} minutes into hours and minutes, and explain the method.",
-    "In how many ways can {b} people stand in a line? Explain.", "Is {a} a prime number? Explain how you know.",
+    "In how many ways can {b} people stand in a line? Explain.",
+    "Is {a} a prime number? Explain how you know.",
 ]
 
 LANGUAGES = ["Python", "JavaScript", "C", "Java", "Go", "Rust", "TypeScript", "Python", "Python", "Python"]
@@ -89,7 +93,9 @@ simulates a coin toss n times|draws a pyramid of stars|compresses a string with 
 common element of a list|checks whether a list is sorted|zips two lists into a dictionary|capitalizes every word|counts
 lines, words and characters of a file|finds the shortest path in a grid|detects a cycle in a linked list|reverses a
 linked list|inserts a node into a binary search tree|traverses a tree in order|computes the depth of a tree|checks
-whether a year is a leap year|computes compound interest|rolls two dice until both show six""".replace("\n", " ")
+whether a year is a leap year|computes compound interest|rolls two dice until both show six""".replace(
+    "\n", " "
+)
 CODE = [
     "Write a {l} function that {k}.", "Write a function in {l} that {k}. Add comments.",
     "Show me how to write {l} code that {k}, with an example of its use.",
@@ -139,7 +145,7 @@ BROKEN = [
     "let sum = 0;\nfor (let i = 0; i <= items.length; i++) {\n  sum += items[i];\n}",
     "const user = fetch('/user');\nconsole.log(user.name);",
     "int *make(void) {\n    int x = 5;\n    return &x;\n}",
-    "char name[4];\nstrcpy(name, \"Alice\");",
+    'char name[4];\nstrcpy(name, "Alice");',
     "def count(text):\n    counts = {}\n    for c in text:\n        counts[c] += 1\n    return counts",
     "import random\ndef roll():\n    return random.randint(0, 6)",
 ]

@@ -47,13 +47,23 @@ def draft() -> None:
 
 
 @draft.command()
-@click.option("--kind", type=click.Choice(["medusa", "eagle", "eagle3"]), required=True, help="What to train.")
-@click.option("--model", required=True, metavar="DIR|ID", help="The target: a folder, sample:NAME or a hub id.")
-@click.option("--data", default="builtin", metavar="FILE", help="Prompts: JSONL with messages or text per line.")
+@click.option(
+    "--kind", type=click.Choice(["medusa", "eagle", "eagle3"]), required=True, help="What to train."
+)
+@click.option(
+    "--model", required=True, metavar="DIR|ID", help="The target: a folder, sample:NAME or a hub id."
+)
+@click.option(
+    "--data", default="builtin", metavar="FILE", help="Prompts: JSONL with messages or text per line."
+)
 @click.option("-o", "--output", type=UserPath(), required=True, metavar="HEADS", help="Folder of the heads.")
 @click.option("--work", type=UserPath(), help="Answers and checkpoint, to go on from.  [default: HEADS.work]")
-@click.option("--answers", type=UserPath(), help="Folder of answers, to share between kinds.  [default: in --work]")
-@click.option("--target-recipe", type=UserPath(), metavar="RECIPE|ENGINE", help="Imitate its quantized target.")
+@click.option(
+    "--answers", type=UserPath(), help="Folder of answers, to share between kinds.  [default: in --work]"
+)
+@click.option(
+    "--target-recipe", type=UserPath(), metavar="RECIPE|ENGINE", help="Imitate its quantized target."
+)
 @click.option("--max-prompts", type=click.IntRange(1), help="Only the first so many prompts.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Learn only the first so many answered tokens.")
 @click.option("--new-tokens", type=click.IntRange(8), default=160, help="Longest answer.")
@@ -62,24 +72,63 @@ def draft() -> None:
 @click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Times that the answers are learnt.")
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, help="Its peak.")
 @click.option("--rows", type=click.IntRange(64), default=4096, help="Positions of one training step.")
-@click.option("--draft-vocab", type=click.IntRange(16), help="Tokens that EAGLE-3 drafts (others: of the loss).")
+@click.option(
+    "--draft-vocab", type=click.IntRange(16), help="Tokens that EAGLE-3 drafts (others: of the loss)."
+)
 @click.option("--num-heads", type=click.IntRange(1, 8), default=4, help="Heads of Medusa.")
 @click.option("--num-layers", type=click.IntRange(1, 4), default=1, help="Blocks of each Medusa head.")
-@click.option("--steps", type=click.IntRange(1, 8), default=3, help="Draft steps unrolled in training (EAGLE).")
-@click.option("--hard-share", type=click.FloatRange(0, 1), default=0.5, help="Weight of the said token; the rest is the target's law.")
-@click.option("--patience", type=click.IntRange(0), default=4, help="Evaluations without gain before stopping; 0: never.")
-@click.option("--max-minutes", type=click.FloatRange(0, min_open=True), help="Stop training then, with the best so far.")
+@click.option(
+    "--steps", type=click.IntRange(1, 8), default=3, help="Draft steps unrolled in training (EAGLE)."
+)
+@click.option(
+    "--hard-share",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    help="Weight of the said token; the rest is the target's law.",
+)
+@click.option(
+    "--patience",
+    type=click.IntRange(0),
+    default=4,
+    help="Evaluations without gain before stopping; 0: never.",
+)
+@click.option(
+    "--max-minutes", type=click.FloatRange(0, min_open=True), help="Stop training then, with the best so far."
+)
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of weights, batches and sampled answers.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
 @click.option("--force", is_flag=True, help="Replace HEADS.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done.")
 @json_option
 def train(
-    kind: Any, model: str, data: str, output: Path, work: Path | None, answers: Path | None, target_recipe: Path | None,
-    max_prompts: int | None, max_tokens: int | None, new_tokens: int, batch: int, temperature: float, epochs: float | None,
-    learning_rate: float, rows: int, draft_vocab: int | None, num_heads: int, num_layers: int, steps: int, hard_share: float,
-    patience: int, max_minutes: float | None, seed: int, device: str, force: bool, dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
+    kind: Any,
+    model: str,
+    data: str,
+    output: Path,
+    work: Path | None,
+    answers: Path | None,
+    target_recipe: Path | None,
+    max_prompts: int | None,
+    max_tokens: int | None,
+    new_tokens: int,
+    batch: int,
+    temperature: float,
+    epochs: float | None,
+    learning_rate: float,
+    rows: int,
+    draft_vocab: int | None,
+    num_heads: int,
+    num_layers: int,
+    steps: int,
+    hard_share: float,
+    patience: int,
+    max_minutes: float | None,
+    seed: int,
+    device: str,
+    force: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Train draft heads on the target's own answers.
 
     The embedded engine answers the prompts, then the heads learn what the target said, in the forward that
@@ -99,17 +148,34 @@ def train(
     from trtspec.draft.training import TrainSettings
 
     job = TrainingJob(
-        kind=kind, model=folder, data=data, out=output, work=work, answers=answers, target_recipe=target_recipe,
-        max_prompts=max_prompts, max_tokens=max_tokens, vocab=draft_vocab, num_heads=num_heads, num_layers=num_layers,
-        num_steps=steps, hard_share=hard_share, max_minutes=max_minutes, device=device, replace=force,
+        kind=kind,
+        model=folder,
+        data=data,
+        out=output,
+        work=work,
+        answers=answers,
+        target_recipe=target_recipe,
+        max_prompts=max_prompts,
+        max_tokens=max_tokens,
+        vocab=draft_vocab,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        num_steps=steps,
+        hard_share=hard_share,
+        max_minutes=max_minutes,
+        device=device,
+        replace=force,
         answer_settings=AnswerSettings(
             max_new_tokens=new_tokens, batch_size=batch, temperature=temperature, seed=seed
         ),
         train_settings=TrainSettings(
-            epochs=epochs or DEFAULT_EPOCHS[kind], learning_rate=learning_rate, rows=rows, seed=seed,
+            epochs=epochs or DEFAULT_EPOCHS[kind],
+            learning_rate=learning_rate,
+            rows=rows,
+            seed=seed,
             patience=patience or None,
         ),
-    )  # fmt: skip
+    )
     with Progress() as progress:
         record = run_training(job, progress, progress.say)
     if as_json:
@@ -124,14 +190,21 @@ def train(
         f"{human_seconds(record.training_s)} ({human_seconds(record.training_cpu_s)} of CPU)"
     )
     click.echo(
-        f"acceptance length {record.acceptance_length:.2f} as a chain (tokens per target step, greedy, on answers "
-        f"kept back; by level {rates}); a tree accepts more"
+        f"acceptance length {record.acceptance_length:.2f} as a chain (tokens per target step, greedy, on "
+        f"answers kept back; by level {rates}); a tree accepts more"
     )
 
 
 def _plan(
-    kind: str, model: Path, data: str, out: Path, work: Path, answers: Path | None, recipe: Path | None, as_json: bool
-) -> None:  # fmt: skip
+    kind: str,
+    model: Path,
+    data: str,
+    out: Path,
+    work: Path,
+    answers: Path | None,
+    recipe: Path | None,
+    as_json: bool,
+) -> None:
     from trtspec.text import Tokenizer
 
     digest = Tokenizer.load(model).digest
@@ -141,7 +214,9 @@ def _plan(
         f"write {out}",
     ]
     if as_json:
-        print_json("draft_train_plan", {"kind": kind, "model": str(model), "tokenizer": digest, "steps": steps})
+        print_json(
+            "draft_train_plan", {"kind": kind, "model": str(model), "tokenizer": digest, "steps": steps}
+        )
     else:
         for step in steps:
             click.echo(f"would {step}")

@@ -1,1 +1,1 @@
-"""Draft heads: the target's answers, features, training, and what a folder of trained heads says of itself."""
+"""Draft heads: the target's answers, training on them, and what a folder of trained heads says of itself."""

@@ -1,16 +1,16 @@
 """The target's own answers to training prompts, with the hidden states that draft heads see.
 
 Heads are trained on what the target says (self-distillation, as Medusa, arXiv 2401.10774 section 2.3, does it
-for instruct models, and DistillSpec, arXiv 2310.08461, for drafts): the law they have to imitate is that of the
-target, quantized as it will be served, not that of somebody's text.
+for instruct models, and DistillSpec, arXiv 2310.08461, for drafts): the law they have to imitate is that of
+the target, quantized as it will be served, not that of somebody's text.
 
 The embedded engine answers all prompts in one in-flight batch. A drafter that drafts nothing writes down the
 hidden states that pass by: a second forward over the answers, which would cost a quarter of the time again,
 is not needed. What is finished is written in shards, each whole or not there, so that a run that was killed
 goes on where it stopped.
 
-A shard is a safetensors file: ``tokens [n] int32`` of its sequences one after the other, ``lengths [sequences]``
-and ``prompt_lengths [sequences]`` int32, ``prompts [sequences] int32`` (which prompts they answer) and
+A shard is a safetensors file: ``tokens [n] int32`` of its sequences one after the other, ``lengths``
+and ``prompt_lengths [sequences] int32``, ``prompts [sequences] int32`` (which prompts they answer) and
 ``hidden [n, layers * hidden_size]`` in the target's dtype. The state of an answer's last token was never
 computed; its row is zero.
 """
@@ -32,13 +32,13 @@ from torch import Tensor
 from trtspec.artifact import json_digest
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters import DraftView
-from trtspec.embedded.eagle_heads import default_hidden_layers
 from trtspec.embedded.engine import EmbeddedEngine
 from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft
 from trtspec.engine import Request, Sampling
 from trtspec.errors import InputError, Problem
+from trtspec.heads_layout import default_hidden_layers
 from trtspec.quantize.calibration import Sample
 from trtspec.recipe import KvFormat, Limits
 from trtspec.text import Tokenizer
@@ -94,9 +94,7 @@ class Answers:
         return [answer for shard in self.shards() for answer in read_shard(shard)]
 
 
-def encode_prompts(
-    samples: Sequence[Sample], tokenizer: Tokenizer, max_tokens: int
-) -> list[tuple[int, ...]]:
+def encode_prompts(samples: Sequence[Sample], tokenizer: Tokenizer, max_tokens: int) -> list[tuple[int, ...]]:
     """The tokens of each prompt that has at most ``max_tokens``; a plain text is asked as a user's message.
 
     Raises InputError if none is left.
@@ -124,9 +122,7 @@ def recorded_layers(num_layers: int) -> tuple[int, ...]:
     return (*default_hidden_layers(num_layers), num_layers)
 
 
-def answers_digest(
-    prompts: Sequence[tuple[int, ...]], target_digest: str, settings: AnswerSettings
-) -> str:
+def answers_digest(prompts: Sequence[tuple[int, ...]], target_digest: str, settings: AnswerSettings) -> str:
     return json_digest({"prompts": prompts, "target": target_digest, **asdict(settings)})
 
 
@@ -162,7 +158,10 @@ def read_shard(path: Path) -> list[Answer]:
         raise InputError(Problem(message, file=str(path))) from None
     answers, first = [], 0
     columns = zip(
-        tensors["prompts"].tolist(), tensors["lengths"].tolist(), tensors["prompt_lengths"].tolist(), strict=True
+        tensors["prompts"].tolist(),
+        tensors["lengths"].tolist(),
+        tensors["prompt_lengths"].tolist(),
+        strict=True,
     )
     for prompt, length, prompt_length in columns:
         part = slice(first, first + length)
@@ -296,7 +295,7 @@ def _shard_path(answers: Answers, at: int) -> Path:
 def _engine(
     model: Decoder, recorder: StateRecorder, settings: AnswerSettings, max_tokens: int
 ) -> EmbeddedEngine:
-    """Built for throughput: no prefix cache, whose hits would leave states unseen, and whole prompts at once."""
+    """Built for throughput: no prefix cache, whose hits would leave states unseen; whole prompts at once."""
     page_tokens = 32
     limits = Limits(
         max_batch_size=settings.batch_size,

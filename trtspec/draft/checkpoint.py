@@ -1,7 +1,7 @@
 """Files of a training: its checkpoint, and what a folder of trained heads says of itself.
 
-``HEADS/trtspec_heads.json`` is written last, after the weights: a folder that has it is whole. It is an addition
-to the published layouts; what reads those ignores it.
+``HEADS/trtspec_heads.json`` is written last, after the weights: a folder that has it is whole. It is an
+addition to the published layouts; what reads those ignores it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,9 @@ def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any] | None:
         found = state["fingerprint"]
     except Exception as error:  # unpickling raises whatever the file makes it raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(Problem(f"no checkpoint ({first}); remove it to start anew", file=str(path))) from None
+        raise InputError(
+            Problem(f"no checkpoint ({first}); remove it to start anew", file=str(path))
+        ) from None
     if found != fingerprint:
         message = "the checkpoint of a training with other data or settings; remove it to start anew"
         raise InputError(Problem(message, file=str(path)))

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.draft.answers import Answer, Answers
+from trtspec.embedded.layers import DenseLinear
 from trtspec.embedded.model import Decoder
 from trtspec.errors import InputError
 from trtspec.modelspec import ModelSpec
@@ -40,11 +41,15 @@ class Target:
 def target_of(model: Decoder, weights: Path) -> Target:
     """Raises InputError where the output projection is quantized: heads that share it cannot be trained
     through it."""
-    if model.output_rows is None:
+    rows = model.output_rows
+    if rows is None and isinstance(model.lm_head, DenseLinear):
+        rows = model.lm_head.weight
+    if rows is None:
         raise InputError(
-            "the target's output projection (lm_head) is quantized; quantize it without lm_head to train heads"
+            "the target's output projection (lm_head) is quantized, and heads learn through it; quantize the "
+            "target without lm_head"
         )
-    return Target(model.spec, model.embedding, model.output_rows, weights)
+    return Target(model.spec, model.embedding, rows, weights)
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,13 @@ def shifted(x: Tensor, by: int) -> Tensor:
     else:
         out[:, -by:] = x[:, :by]
     return out
+
+
+def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """``[rows] int64``: how many candidates come before ``tokens [rows]``; of equal ones the lower first."""
+    mine = logits.gather(1, tokens[:, None])
+    before = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
+    return ((logits > mine) | ((logits == mine) & before)).sum(-1)
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, said: Tensor, hard_share: float) -> Tensor:

@@ -75,7 +75,9 @@ class TrainingJob:
 
 def prompts_path(data: str) -> str:
     """The file of ``data``: ``builtin`` are the package's own training prompts."""
-    return str(resources.files("trtspec").joinpath("data/training_prompts.jsonl")) if data == BUILTIN else data
+    return (
+        str(resources.files("trtspec").joinpath("data/training_prompts.jsonl")) if data == BUILTIN else data
+    )
 
 
 def run_training(
@@ -97,7 +99,11 @@ def run_training(
     tokenizer = Tokenizer.load(job.model)
     samples = read_samples(prompts_path(job.data))
     prompts = encode_prompts(samples, tokenizer, settings.max_prompt_tokens)[: job.max_prompts]
-    dtype = getattr(torch, job.dtype) if job.dtype else (torch.bfloat16 if spec.dtype != "float32" else torch.float32)
+    dtype = (
+        getattr(torch, job.dtype)
+        if job.dtype
+        else (torch.bfloat16 if spec.dtype != "float32" else torch.float32)
+    )
     source = hashed(target_dir, None, say)
     model = load_model(target_dir, spec, dtype=dtype, device=device)
     target = target_of(model, job.model)
@@ -107,7 +113,9 @@ def run_training(
         job.work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_os_error(error, job.work) from None
-    answers: Answers = open_answers(job.answers or job.work / "answers", recorded_layers(spec.num_layers), digest)
+    answers: Answers = open_answers(
+        job.answers or job.work / "answers", recorded_layers(spec.num_layers), digest
+    )
     stops = tokenizer.eos_token_ids
     took = generate_answers(model, prompts, answers, settings, stops, progress)
     if took["tokens"]:
@@ -121,7 +129,10 @@ def run_training(
         training = MedusaTraining(target, vocab, job.num_heads, job.num_layers, job.hard_share)
     else:
         training = EagleTraining(job.kind, target, vocab, job.num_steps, job.hard_share)
-    say(f"{len(examples.train):,} answers, {examples.num_tokens:,} tokens to learn; {len(examples.validation)} kept back")
+    say(
+        f"{len(examples.train):,} answers, {examples.num_tokens:,} tokens to learn; "
+        f"{len(examples.validation)} answers kept back"
+    )
     trained = train(
         training,
         examples,
@@ -182,7 +193,8 @@ def _target(job: TrainingJob) -> tuple[Path, str | None, AnswerSettings]:
         folder = Path("engines") / recipe.name
         if not folder.is_dir():
             raise MissingError(
-                f"{folder}: the engine of {job.target_recipe} is not built; run: trtspec build {job.target_recipe}"
+                f"{folder}: the engine of {job.target_recipe} is not built; run: "
+                f"trtspec build {job.target_recipe}"
             )
     found = open_artifact(folder)
     kv_format = found.recipe.quantization.kv_cache

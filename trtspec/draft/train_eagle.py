@@ -4,9 +4,9 @@ The forward is the one that :mod:`trtspec.embedded.drafters.eagle`, ``eagle3`` a
 
 * The pair at position t is (feature of t, token t + 1); its rotary position is t; its output stands for
   the law over token t + 2, which is the target's at position t + 1.
-* Step 0 runs all pairs of a sequence on the target's own features. Step j pairs the output that step j - 1 gave
-  at position p - 1 with token p + 1, at position p: a draft's j-th level. Of the pairs before, those up to
-  p - j are the target's, the j - 1 after them come from the steps between ("training-time test", arXiv
+* Step 0 runs all pairs of a sequence on the target's own features. Step j pairs the output that step j - 1
+  gave at position p - 1 with token p + 1, at position p: a draft's j-th level. Of the pairs before, those up
+  to p - j are the target's, the j - 1 after them come from the steps between ("training-time test", arXiv
   2503.01840, section 3.2; HASS, arXiv 2408.15766, for EAGLE-1).
 
 ModelOpt 0.47 offers EAGLE-3's training, in a forward that normalises the feature twice, while servers do so
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from trtspec.draft.features import Batch, Target, distillation_loss, laws, shifted
+from trtspec.draft.features import Batch, Target, distillation_loss, laws, ranks_of, shifted
 from trtspec.embedded.attention import Rope, rotate
-from trtspec.embedded.eagle_heads import default_hidden_layers
 from trtspec.embedded.layers import rms_norm
 from trtspec.errors import InputError, Problem
+from trtspec.heads_layout import default_hidden_layers
 from trtspec.tensor_headers import read_tensor_headers
 
 Parameters = dict[str, Tensor]
@@ -82,7 +82,13 @@ class EagleTraining:
             )
             if f"self_attn.{name}_proj.bias" in base:
                 parameters[f"{LAYER}self_attn.{name}_proj.bias"] = base[f"self_attn.{name}_proj.bias"]
-        kept = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
+        kept = (
+            "self_attn.o_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
+            "mlp.down_proj",
+            "post_attention_layernorm",
+        )
         for name in kept:
             parameters[f"{LAYER}{name}.weight"] = base[f"{name}.weight"]
         if self.third:
@@ -129,7 +135,9 @@ class EagleTraining:
             outputs.append(self._mix(parameters, residual, attended.to(x.dtype)))
         return outputs
 
-    def _inputs(self, parameters: Mapping[str, Tensor], embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(
+        self, parameters: Mapping[str, Tensor], embedded: Tensor, features: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(what attention sees, the residual)."""
         eps = self.target.spec.rms_norm_eps
         if not self.third:
@@ -151,7 +159,11 @@ class EagleTraining:
             out = F.linear(x, parameters[f"{module}.weight"], parameters.get(f"{module}.bias"))
             return out.view(*x.shape[:2], heads, spec.head_dim)
 
-        q, k, v = project("q", spec.num_heads), project("k", spec.num_kv_heads), project("v", spec.num_kv_heads)
+        q, k, v = (
+            project("q", spec.num_heads),
+            project("k", spec.num_kv_heads),
+            project("v", spec.num_kv_heads),
+        )
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def _mix(self, parameters: Mapping[str, Tensor], residual: Tensor, attended: Tensor) -> Tensor:
@@ -164,8 +176,8 @@ class EagleTraining:
         return out + F.linear(inner, parameters[f"{p}down_proj.weight"])
 
     def logits(self, parameters: Mapping[str, Tensor], outputs: Tensor, *, whole: bool = False) -> Tensor:
-        """``[rows, tokens]`` over the draft vocabulary; ``whole``: what the drafter computes, which for EAGLE-1
-        is the target's whole vocabulary."""
+        """``[rows, tokens]`` over the draft vocabulary; ``whole``: what the drafter computes, which for
+        EAGLE-1 is the target's whole vocabulary."""
         if self.third:
             normed = _norm(outputs, parameters["norm.weight"], self.target.spec.rms_norm_eps)
             return F.linear(normed, parameters["lm_head.weight"])
@@ -189,7 +201,9 @@ class EagleTraining:
             here = usable.clone()
             here[:, :step] = False
             found = output[here]
-            loss = distillation_loss(self.logits(parameters, found), teacher[here].float(), said[here], self.hard_share)
+            loss = distillation_loss(
+                self.logits(parameters, found), teacher[here].float(), said[here], self.hard_share
+            )
             if not self.third:
                 distance = F.smooth_l1_loss(found.float(), teacher_states[here].float())
                 loss = loss + self.feature_weight * distance
@@ -206,14 +220,12 @@ class EagleTraining:
         rank of the token said at t + 2 + j, given that all before it were drafted right, and where there
         is one. The vocabulary's size for a token that the draft vocabulary lacks."""
         out = []
-        for step, output in enumerate(
-            self.unrolled(parameters, batch.tokens, batch.hidden, self.num_steps)
-        ):
+        for step, output in enumerate(self.unrolled(parameters, batch.tokens, batch.hidden, self.num_steps)):
             usable = batch.taught & shifted(batch.taught, 1 + step)
             said = shifted(batch.tokens, 2 + step)[usable]
             logits = self.logits(parameters, shifted(output, step)[usable], whole=True).float()
             at = self._index(said) if self.third else said
-            ranks = (logits > logits.gather(1, at.clamp(min=0)[:, None])).sum(-1)
+            ranks = ranks_of(logits, at.clamp(min=0))
             all_ranks = torch.zeros(usable.shape, dtype=torch.int64)
             all_ranks[usable] = torch.where(at >= 0, ranks, self.target.spec.vocab_size)
             out.append((all_ranks, usable))

@@ -1,4 +1,4 @@
-"""Medusa heads (arXiv 2401.10774): residual blocks on the target's last hidden state, trained alone (Medusa-1).
+"""Medusa heads (arXiv 2401.10774): residual blocks on the target's last state, trained alone (Medusa-1).
 
 Head i learns, from the state of position t, the target's law at position t + 1 + i, that is over token
 t + 2 + i, as :mod:`trtspec.embedded.drafters.medusa` uses it. The output projection is the target's own and
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.draft.features import Batch, Target, distillation_loss, laws, shifted
+from trtspec.draft.features import Batch, Target, distillation_loss, laws, ranks_of, shifted
 
 Parameters = dict[str, Tensor]
 
@@ -86,9 +86,11 @@ class MedusaTraining:
         for head in range(self.num_heads):
             usable = batch.taught & shifted(batch.taught, 1 + head)
             said = shifted(batch.tokens, 2 + head)[usable]
-            logits = F.linear(self.states(parameters, head, features[usable]), self.target.output_rows).float()
+            logits = F.linear(
+                self.states(parameters, head, features[usable]), self.target.output_rows
+            ).float()
             ranks = torch.zeros(usable.shape, dtype=torch.int64)
-            ranks[usable] = (logits > logits.gather(1, said[:, None])).sum(-1)
+            ranks[usable] = ranks_of(logits, said)
             out.append((ranks, usable))
         return out
 

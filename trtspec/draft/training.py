@@ -29,8 +29,8 @@ Training = MedusaTraining | EagleTraining
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """``rows``: padded positions of a batch. The learning rate rises over ``warmup`` of all steps and falls by a
-    cosine to a twentieth. ``patience``: evaluations without a better acceptance length after which
+    """``rows``: padded positions of a batch. The learning rate rises over ``warmup`` of all steps and falls
+    by a cosine to a twentieth. ``patience``: evaluations without a better acceptance length after which
     training stops; None: never."""
 
     epochs: float = 4.0
@@ -90,13 +90,15 @@ def train(
 ) -> Trained:
     """Train to the end, going on from ``checkpoint`` if there is one.
 
-    An exception of ``progress``, which is called after every step, ends the training; what the last checkpoint
-    holds is kept. Raises InputError for another training's checkpoint.
+    An exception of ``progress``, which is called after every step, ends the training; what the last
+    checkpoint holds is kept. Raises InputError for another training's checkpoint.
     """
     answers = examples.train
     steps_per_epoch = len(batch_plan(answers, settings.rows, settings.seed, 0))
     total = max(1, round(settings.epochs * steps_per_epoch))
-    evaluate_at = {max(1, round(total * i / settings.evaluations)) for i in range(1, settings.evaluations + 1)}
+    evaluate_at = {
+        max(1, round(total * i / settings.evaluations)) for i in range(1, settings.evaluations + 1)
+    }
     fingerprint = _fingerprint(training, examples, settings)
     parameters = {name: value.requires_grad_() for name, value in training.start(settings.seed).items()}
     optimizer = torch.optim.AdamW(
@@ -198,7 +200,7 @@ def train(
 
 @torch.no_grad()
 def validate(training: Training, parameters: Mapping[str, Tensor], examples: Examples) -> Acceptance:
-    """Acceptance by level on the answers kept back, teacher-forced: what a greedy chain would accept there."""
+    """Acceptance by level on the answers kept back, teacher-forced: what a greedy chain accepts there."""
     hits: list[int] = []
     near: list[int] = []
     tried: list[int] = []
@@ -242,7 +244,7 @@ def _autocast(training: Training) -> Iterator[None]:
 
 
 def _fingerprint(training: Training, examples: Examples, settings: TrainSettings) -> str:
-    """Of everything that the weights are a function of, but the target's own values, which made the answers."""
+    """Of all that the weights are a function of, but the target's values, which made the answers."""
     facts = {
         name: value
         for name, value in vars(training).items()
@@ -277,6 +279,7 @@ def _line(point: Mapping[str, Any]) -> str:
     rates = " ".join(f"{rate:.3f}" for rate in point["acceptance"])
     near = " ".join(f"{rate:.2f}" for rate in point["near"])
     return (
-        f"step {point['step']}, {point['tokens']:,} tokens: {loss}acceptance length {point['acceptance_length']:.3f} "
+        f"step {point['step']}, {point['tokens']:,} tokens: {loss}"
+        f"acceptance length {point['acceptance_length']:.3f} "
         f"(by level {rates}; among the best four {near})"
     )
