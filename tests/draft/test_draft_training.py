@@ -104,7 +104,8 @@ def written(of: Training, parameters: dict[str, Tensor], folder: Path) -> Path:
     tensors, config, file = of.export(parameters)
     record = {
         "kind": of.kind, "base_model": "m", "base_digest": "d", "target_recipe": None,
-        "tokenizer_digest": "t", "data_digest": "x", "num_answers": 1, "answer_tokens": 1, "trained_tokens": 1, "epochs": 1.0,
+        "tokenizer_digest": "t", "data_digest": "x", "num_answers": 1, "answer_tokens": 1,
+        "trained_tokens": 1, "epochs": 1.0,
         "draft_vocab_size": None, "seed": 0, "acceptance": (0.5,), "acceptance_length": 1.5,
         "training_s": 1.0, "training_cpu_s": 1.0, "settings": {}, "curve": (),
     }  # fmt: skip
