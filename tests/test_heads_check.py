@@ -6,6 +6,7 @@ that can have it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from head_layouts import BASE, DRAFTED, HIDDEN, LAYOUTS, VOCAB, Config, Tensors, make_target, write_layout
+from safetensors.torch import save_file
 
 from trtspec.artifact import file_sha256
 from trtspec.cli import main
-from trtspec.errors import Problem
+from trtspec.draft.convert import plan_conversion
+from trtspec.errors import InputError, Problem
 from trtspec.heads_check import HeadsCheck, Target, check_heads, read_target
 from trtspec.heads_layout import RECORD
 
@@ -427,3 +430,78 @@ def test_warnings_are_errors_where_that_is_wanted(
     assert "torch_dtype: float16, the weights are BF16" in err
     code, out, err = run(folder, "--model", target.folder, "--strict", capsys=capsys)
     assert (code, out) == (2, "")
+
+
+# --------------------------------------------------------------------------- folders of anything
+
+ODD: tuple[Any, ...] = (None, True, -1, 0, 2.5, "text", [], [1], {}, {"factor": "x"}, 10**30)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_config_of_anything_is_told_and_never_a_bug(tmp_path: Path, name: str, target: Target) -> None:
+    """Each key in turn holds each odd value; check and convert answer with problems or not at all."""
+    folder = write_layout(tmp_path, name)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    inner = config.get("transformer_layer_config", {})
+    extra = (
+        "eagle_config",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+        "draft_vocab_size",
+        AUX,
+    )
+    places = [(config, key) for key in dict.fromkeys((*config, *extra, "target_hidden_size"))]
+    places += [(inner, key) for key in inner]
+    for where, key in places:
+        before = where.get(key, ...)
+        for value in ODD:
+            where[key] = value
+            path.write_text(json.dumps(config))
+            for known in (target, None):
+                found = check_heads(folder, known)
+                assert all(problem.message for problem in found.problems)
+                for layout in ("tensorrt", "speculators", "modelopt"):
+                    with contextlib.suppress(InputError):
+                        plan_conversion(folder, layout, known)
+        if before is ...:
+            del where[key]
+        else:
+            where[key] = before
+
+
+def test_hydra_heads_are_read_and_run_here_only(tmp_path: Path, target: Target) -> None:
+    tensors: Tensors = {}
+    for head in range(2):
+        for part in ("linear", "res_connection"):
+            tensors[f"hydra_mlp.{head}.0.{part}.weight"] = torch.zeros(HIDDEN, HIDDEN * (head + 2)).bfloat16()
+        tensors[f"hydra_lm_head.{head}.weight"] = torch.zeros(VOCAB, HIDDEN).bfloat16()
+    torch.save(tensors, tmp_path / "hydra_lm_head.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"hydra_num_heads": 2, "grounded_heads": True}))
+    found = check_heads(tmp_path, target)
+    assert found.problems == ()
+    assert found.runs_on == ("embedded",)
+    with pytest.raises(InputError, match="Hydra heads exist in their authors' layout only"):
+        plan_conversion(tmp_path, "tensorrt", target)
+    tensors["hydra_mlp.1.0.linear.weight"] = torch.zeros(HIDDEN, HIDDEN).bfloat16()
+    torch.save(tensors, tmp_path / "hydra_lm_head.pt")
+    assert f"hydra_mlp.1.0.linear.weight: shape [{HIDDEN}, {HIDDEN}]" in told(
+        check_heads(tmp_path, target).problems
+    )
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path, target: Target) -> None:
+    tensors, config, _ = LAYOUTS["eagle3_modelopt"]()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, held in shards.items():
+        save_file({name: tensors[name].contiguous() for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = check_heads(tmp_path, target)
+    assert found.problems == ()
+    assert found.runs_on == ("embedded",)  # TensorRT-LLM's file check asks for one file
+    (tmp_path / "model-2.safetensors").unlink()
+    assert "model.safetensors.index.json names it" in told(check_heads(tmp_path, target).problems)

@@ -221,7 +221,8 @@ def _layout_of(
         return "modelopt"
     if pickled:
         return "original"
-    return "specforge" if SPECFORGE_ARCHITECTURE in (values.get("architectures") or []) else "tensorrt"
+    named = values.get("architectures")
+    return "specforge" if isinstance(named, list) and SPECFORGE_ARCHITECTURE in named else "tensorrt"
 
 
 def _base_model(values: Mapping[str, Any]) -> str | None:

@@ -17,6 +17,8 @@ from trtspec.modelspec import ModelSpec, read_rope
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 _IDS = ("I64", "I32")
+_MAX_SIZE = 1 << 30
+"""Of anything that a config.json of heads counts; a wrong number must not cost memory."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,9 @@ def _eagle_shape(heads: Heads, target: ModelSpec | None, problems: list[Problem]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             bad(key, f"{shown_value(value)} is not a whole number of at least 1")
             return default
+        if value > _MAX_SIZE:
+            bad(key, f"{shown_value(value)} exceeds {_MAX_SIZE}")
+            return default
         return value
 
     if not path.exists():
@@ -247,6 +252,8 @@ def _eagle_shape(heads: Heads, target: ModelSpec | None, problems: list[Problem]
         )
     if config.get("hidden_act", "silu") != "silu":
         bad("hidden_act", f"{shown_value(config['hidden_act'])} is not supported; only 'silu'")
+    if not isinstance(config.get("eagle_config") or {}, dict):
+        bad("eagle_config", f"{shown_value(config['eagle_config'])} is not a mapping")
     if config.get("quantization_config"):
         bad("quantization_config", "quantized heads are not read here; export them in 16 bit")
     eps = config.get("rms_norm_eps", 1e-6)

@@ -375,7 +375,7 @@ def _draft_maps(
     added: list[str] = []
     left_out: list[str] = []
     ids = draft_vocabulary(heads)
-    whole = ids is None or ids == list(range(shape.vocab_size))
+    whole = ids is None or (len(ids) == shape.vocab_size and all(at == token for at, token in enumerate(ids)))
     with_mask = layout in ("original", "specforge", "speculators")
     if "t2d" in tensors and not with_mask:
         del tensors["t2d"]
@@ -387,7 +387,7 @@ def _draft_maps(
         return added, left_out
     if with_mask:
         if ids is None:
-            ids = list(range(shape.vocab_size))
+            ids = list(range(shape.draft_vocab_size))
             tensors["d2t"] = Made("I64", (shape.vocab_size,), bytes(8 * shape.vocab_size))
             added.append("d2t (the whole vocabulary)")
         if "t2d" not in tensors:
