@@ -35,13 +35,15 @@ DEAD_LENGTH = 1.1
 @dataclass(frozen=True)
 class Step:
     """``drafted`` candidates in ``offered`` levels, ``accepted`` of which became output, of ``emitted`` ones.
-    ``ranks``: of each accepted node, how many siblings were offered before it."""
+    ``ranks``: of each accepted node, how many siblings were offered before it; ``rows``: nodes that the
+    target computed, lookahead's window included."""
 
     emitted: int
     drafted: int
     offered: int
     accepted: int
     ranks: tuple[int, ...] = ()
+    rows: int = 0
 
 
 @dataclass(frozen=True)

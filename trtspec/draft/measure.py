@@ -256,9 +256,9 @@ def steps_of(
         where = f"{prompt.id}: token {at}"
         if recorded is None:
             ranks: tuple[int, ...] = ()
-            offered = candidates = 0
+            offered = candidates = rows = 0
         else:
-            candidates = recorded.draft.num_candidates
+            candidates, rows = recorded.draft.num_candidates, len(recorded.draft)
             offered = max(depths(recorded.draft)[:candidates], default=0)
             _, ranks = path_of(recorded.draft, said)
         if candidates != drafted:
@@ -268,7 +268,7 @@ def steps_of(
                 f"{where}: the engine says it accepted {accepted} drafted tokens, the answer holds "
                 f"{len(ranks)} of them; are drafts and positions off by one?"
             )
-        steps.append(Step(emitted, drafted, offered, accepted, ranks))
+        steps.append(Step(emitted, drafted, offered, accepted, ranks, rows))
         at += emitted
     return tuple(steps), wrong
 

@@ -54,6 +54,15 @@ class MedusaDrafter:
         self._embedding = target.embedding
         self._last: dict[str, _Last] = {}
 
+    @property
+    def num_heads(self) -> int:
+        return len(self._heads.heads)
+
+    @property
+    def grounded(self) -> bool:
+        """Whether what a head offers depends on the branch (Hydra)."""
+        return self._heads.grounded
+
     @torch.inference_mode()
     def observe(
         self,
