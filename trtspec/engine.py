@@ -15,9 +15,12 @@ Terms (used with these meanings everywhere):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 FinishReason = Literal["length", "stop", "cancelled"]
 
@@ -177,6 +180,12 @@ class Engine(Protocol):
     ) -> LawScores:
         """What the target's law under ``sampling`` makes of ``tokens[first:]``, given all that is before
         each (1 <= first). As :meth:`score` otherwise; raises ValueError if ``sampling`` is greedy."""
+        ...
+
+    def score_rows(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Iterator[NDArray[Any]]:
+        """Chunk by chunk, the natural log-probabilities of the whole vocabulary before each of
+        ``tokens[1:]``, at temperature 1: ``[chunk, vocab]`` float32 (float64 if the model computes in it).
+        As :meth:`score` otherwise."""
         ...
 
     def close(self) -> None: ...

@@ -16,10 +16,12 @@ which can turn near ties in 16 bit (see docs/math.md).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trtspec.embedded.acceptance import Accepted, exact
@@ -30,7 +32,7 @@ from trtspec.embedded.kvstore import KvStore
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.sampling import Draw, TargetLaw, generator_draw
 from trtspec.embedded.scheduler import ScheduledRows, Scheduler, SequenceState
-from trtspec.embedded.scoring import score_laws, score_text
+from trtspec.embedded.scoring import score_laws, score_rows, score_text
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft, depths, no_deeper, tree_mask, truncate
 from trtspec.engine import EngineStats, FinishReason, LawScores, Output, Request, Sampling, Scores
 from trtspec.errors import InputError, Problem
@@ -323,6 +325,12 @@ class EmbeddedEngine:
         model, _ = self._check_open()
         chunk = self._limits.max_num_tokens if chunk_tokens is None else chunk_tokens
         return score_laws(model, self._new_store, tokens, chunk, sampling, first)
+
+    def score_rows(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Iterator[NDArray[Any]]:
+        """The log-probabilities of the whole vocabulary, chunk by chunk; as :meth:`score` otherwise."""
+        model, _ = self._check_open()
+        chunk = self._limits.max_num_tokens if chunk_tokens is None else chunk_tokens
+        return score_rows(model, self._new_store, tokens, chunk)
 
     def close(self) -> None:
         """Drop every request without an Output and give the memory back; harmless if done twice."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trtspec.embedded.batch import SequenceRows, StepBatch
@@ -28,6 +30,15 @@ def score_text(model: Decoder, new_store: NewStore, tokens: Sequence[int], chunk
     for logits, targets in _forced(model, new_store, tokens, chunk_tokens, 1):
         _append_rows(scores, logits, targets)
     return scores
+
+
+@torch.inference_mode()
+def score_rows(
+    model: Decoder, new_store: NewStore, tokens: Sequence[int], chunk_tokens: int
+) -> Iterator[NDArray[Any]]:
+    """The log-probabilities of the whole vocabulary, ``[chunk, vocab]``; as :func:`score_text` otherwise."""
+    for logits, _ in _forced(model, new_store, tokens, chunk_tokens, 1):
+        yield logits.log_softmax(-1).cpu().numpy()
 
 
 @torch.inference_mode()

@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trtspec.engine import (
     EngineStats,
@@ -37,6 +37,9 @@ from trtspec.engine import (
     add,
 )
 from trtspec.errors import InputError, MissingError, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 STATS_TIMEOUT_S = 0.2
 ANSWER_TIMEOUT_S = 600.0
@@ -359,6 +362,10 @@ class TrtllmEngine:
     def score_law(
         self, tokens: Sequence[int], sampling: Sampling, *, first: int, chunk_tokens: int | None = None
     ) -> LawScores:
+        """Not offered: always raises MissingError."""
+        raise MissingError(_NO_SCORES)
+
+    def score_rows(self, tokens: Sequence[int], *, chunk_tokens: int | None = None) -> Iterator[NDArray[Any]]:
         """Not offered: always raises MissingError."""
         raise MissingError(_NO_SCORES)
 
