@@ -186,6 +186,7 @@ def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str,
     return {
         **asdict(settings),
         "num_prompts": len(prompts),
+        "longest_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
         "prompts": "builtin" if settings.prompts is None else str(prompts_file),
         "prompts_sha256": file_sha256(prompts_file),
         "heldout": "builtin" if settings.heldout is None else str(heldout),

@@ -1,4 +1,6 @@
-"""A report for eyes: terminal lines and Markdown. Pure: the same report gives the same text."""
+"""A report for eyes: terminal lines and Markdown, in English or Chinese. Pure: the same report gives the same
+text. What checks say of themselves is evidence and shown as it stands.
+"""
 
 from __future__ import annotations
 
@@ -6,112 +8,206 @@ import math
 import re
 import shlex
 import textwrap
+import unicodedata
 
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.report import VERDICT_WORDS, Report
+from trtspec.verify.i18n import TEXTS, Lang, Say, check_title, speaker
+from trtspec.verify.report import VERDICT_WORDS, Report, pitfalls
 
+_VERDICT_WIDTH = 13
 _NAMES_WIDTH = 22
 _INDENT = " " * 4
 
 
-def terminal(report: Report, width: int = 100) -> str:
-    """The checks as a table, one after the other, and the verdict last."""
-    hardware = report.machine.get("gpus") or report.machine.get("processor", "unknown processor")
+def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
+    """The checks as a table, one after the other, the pitfalls counted, and the verdict last."""
+    say = speaker(lang)
     lines = [
-        f"{report.recipe_name}  {report.engine}" + _label(report),
-        f"recipe {report.recipe_digest[:12]}, {hardware}, {report.created}, {report.seconds:.0f} s",
+        f"{report.recipe_name}  {report.engine}" + _label(report, say),
+        say(
+            "terminal-head",
+            digest=report.recipe_digest[:12],
+            processor=report.machine.get("processor", say("unknown-processor")),
+            created=report.created,
+            seconds=f"{report.seconds:.0f}",
+        ),
         "",
     ]
     for check in report.checks:
-        head = f"{_word(check):<13} {check.name:<{_NAMES_WIDTH}} "
-        body = textwrap.wrap(check.summary + _need(check), max(width - len(head), 30)) or [""]
+        head = f"{_padded(say(check.verdict.name), _VERDICT_WIDTH)} {check.name:<{_NAMES_WIDTH}} "
+        room = max(width - _columns(head), 30)
+        text = check.summary + _need(check, say)
+        title = check_title(check.name, say)
+        if lang != "en" and title:
+            text = say("sentence", title=title, text=text)
+        body = _wrapped(text, room) or [""]
         lines.append(head + body[0])
-        lines += [" " * len(head) + line for line in body[1:]]
+        lines += [" " * _columns(head) + line for line in body[1:]]
         for detail in check.details:
             lines += textwrap.wrap(
                 f"- {detail}", max(width, 40), initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  "
             )
         for warning in check.warnings:
-            wrapped = textwrap.wrap(f"warning: {warning}", max(width - len(head), 30))
-            lines += [" " * len(head) + line for line in wrapped]
-    lines += ["", *_notes(report, width), f"verdict: {verdict(report)}"]
+            wrapped = textwrap.wrap(say("warning", text=warning), room)
+            lines += [" " * _columns(head) + line for line in wrapped]
+    lines += ["", *_notes(report, width, say)]
+    lines += _pitfall_lines(report, width, say)
+    lines.append(say("verdict-line", text=verdict(report, lang)))
     return "\n".join(lines)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: Report, lang: Lang = "en") -> str:
     """One line: the verdict and how many required checks it rests on."""
+    say = speaker(lang)
     required = [check for check in report.checks if check.required]
     passed = sum(check.verdict is Verdict.PASS for check in required)
-    word = VERDICT_WORDS[report.exit_code] + (", approximate" if report.fidelity == "approximate" else "")
-    line = f"{word} ({passed} of {len(required)} required checks passed"
+    word = say(VERDICT_WORDS[report.exit_code])
+    word += say("approximate") if report.fidelity == "approximate" else ""
+    text = say("passed", passed=passed, required=len(required))
     broken = [check.name for check in report.checks if check.verdict is Verdict.ERROR and not check.required]
-    return line + (f"; not measured: {', '.join(broken)})" if broken else ")")
+    if broken:
+        text += say("joined") + say("not-measured", names=", ".join(broken))
+    return say("in-brackets", word=word, text=text)
 
 
-def markdown(report: Report) -> str:
-    """A page with the table of checks, how each number was obtained, and what it ran on."""
-    rows = [
-        "| check | verdict | required | measured | 95 % interval | gate | n |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for check in report.checks:
-        cells = (
-            check.name,
-            _word(check),
-            "yes" if check.required else "no",
-            _number(check.measured, check.unit),
-            _interval(check),
-            f"{check.sense} {check.bound:g}" if check.bound is not None and check.sense else "",
-            f"{check.n} {check.n_unit}".strip() if check.n else "",
-        )
-        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+def markdown(report: Report, lang: Lang = "en") -> str:
+    """A page with the table of checks, how each number was obtained, the pitfalls, and what it ran on."""
+    say = speaker(lang)
+    columns = ("check", "verdict", "required", "measured", "interval", "gate", "n")
+    rows = [_row([say(name) for name in columns]), "|" + "---|" * len(columns)]
+    rows += [_row([check.name, *cells(check, say)]) for check in report.checks]
     details = []
     for check in report.checks:
-        details += [f"### {check.name}: {_word(check)}", "", check.summary, ""]
+        title = check_title(check.name, say)
+        details += ["### " + say("item", name=check.name, text=say(check.verdict.name)), ""]
+        details += [f"*{title}*", ""] if title else []
+        details += [check.summary, ""]
         details += [f"- {_code(detail)}" for detail in check.details]
-        details += [f"- warning: {warning}" for warning in check.warnings]
-        if check.how:
-            details += [f"- how: {check.how}"]
+        details += ["- " + say("warning", text=warning) for warning in check.warnings]
+        details += ["- " + say("how", text=check.how)] if check.how else []
         details.append("")
-    tools = ", ".join(f"{name} {version}" for name, version in report.tools.items())
-    machine = ", ".join(f"{name} {value}" for name, value in report.machine.items())
-    settings = ", ".join(f"{name} {value}" for name, value in report.settings.items())
     return "\n".join(
         [
-            f"# {report.recipe_name}: {verdict(report)}",
+            "# " + say("headline", name=report.recipe_name, text=verdict(report, lang)),
             "",
             *rows,
             "",
-            *(f"Note: {note}\n" for note in report.notes),
+            *(_note(note, say) + "\n" for note in report.notes),
             *details,
-            "## What it ran on",
+            "## " + say("pitfalls"),
             "",
-            f"- fidelity of sampled output: {report.fidelity}",
-            f"- engine: `{report.engine}`, recipe digest `{report.recipe_digest}`, "
-            f"source digest `{report.source_digest}`",
-            f"- date: {report.created}, {report.seconds:.0f} s",
-            f"- command: `{shlex.join(report.argv)}`",
-            f"- machine: {machine}",
-            f"- versions: {tools}",
-            f"- settings: {settings}",
+            say("pitfalls.intro"),
+            "",
+            *_pitfall_table(report, say),
+            "",
+            "## " + say("provenance"),
+            "",
+            *("- " + say("item", name=name, text=value) for name, value in provenance(report, say, "`")),
             "",
         ]
     )
 
 
-def _notes(report: Report, width: int) -> list[str]:
+def cells(check: Check, say: Say) -> list[str]:
+    """Verdict, required, measured, interval, gate and sample size, as the columns of a table show them."""
+    gate = say(check.sense, bound=f"{check.bound:g}") if check.bound is not None and check.sense else ""
     return [
-        line
-        for note in report.notes
-        for line in textwrap.wrap(f"note: {note}", max(width, 40), subsequent_indent="      ")
+        say(check.verdict.name),
+        say("yes" if check.required else "no"),
+        _number(check.measured, unit(check.unit, say)),
+        _interval(check, say),
+        gate,
+        f"{check.n} {unit(check.n_unit, say)}".strip() if check.n else "",
     ]
 
 
-def _label(report: Report) -> str:
+def unit(name: str, say: Say) -> str:
+    """The unit in words, or its name where it is not known here."""
+    return say(f"unit.{name}") if f"unit.{name}" in TEXTS else name
+
+
+def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str]]:
+    """What the report ran on: (label, value). ``quote`` goes around what can be pasted."""
+
+    def listed(values: object) -> str:
+        return (
+            ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, dict) else ""
+        )
+
+    word = "strict" if report.fidelity == "strict" else "approximate-word"
+    rows = [
+        (say("fidelity"), say(word)),
+        (say("engine"), f"{quote}{report.engine}{quote}"),
+        (say("recipe-digest"), f"{quote}{report.recipe_digest}{quote}"),
+        (say("source-digest"), f"{quote}{report.source_digest}{quote}"),
+        (say("date"), f"{report.created}, {say('duration', seconds=f'{report.seconds:.0f}')}"),
+        (say("command"), f"{quote}{shlex.join(report.argv)}{quote}"),
+        (say("machine"), listed(dict(report.machine))),
+        (say("versions"), listed(dict(report.tools))),
+        (say("built-with"), listed(dict(report.built_with))),
+        (say("settings"), listed(dict(report.settings))),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def _pitfall_lines(report: Report, width: int, say: Say) -> list[str]:
+    """The count, and the open ones with what to run."""
+    found = pitfalls(report)
+    counts = [sum(one.status == status for one in found) for status in ("answered", "open", "does not apply")]
+    lines = [say("pitfalls.count", answered=counts[0], open=counts[1], rest=counts[2])]
+    for one in found:
+        if one.status == "open":
+            text = say("item", name=one.id, text=say(one.run, engine=one.engine))
+            lines += _wrapped(f"- {text}", max(width, 40), _INDENT, f"{_INDENT}  ")
+    return [*lines, ""]
+
+
+def _pitfall_table(report: Report, say: Say) -> list[str]:
+    rows = [_row([say(name) for name in ("pitfall", "status", "found", "to-run")]), "|---|---|---|---|"]
+    for one in pitfalls(report):
+        run = say(one.run, engine=one.engine) if one.run else ""
+        title = f"{say(f'pitfall.{one.id}')} (`{one.id}`)"
+        rows.append(_row([title, say(one.status), say(one.key, **one.values), run]))
+    return rows
+
+
+def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Lines of at most ``width`` columns. Chinese breaks anywhere, English between words."""
+    lines, line = [], first
+    for piece in re.findall(r"[\u2e80-\uffef]|[^\s\u2e80-\uffef]+|\s+", text):
+        if _columns(line + piece.rstrip()) > width and line.strip():
+            lines.append(line.rstrip())
+            line = rest
+            piece = piece.lstrip()
+        line += piece
+    return [*lines, line.rstrip()]
+
+
+def _columns(text: str) -> int:
+    """How many columns of a terminal the text takes."""
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * max(width - _columns(text), 0)
+
+
+def _notes(report: Report, width: int, say: Say) -> list[str]:
+    return [
+        line
+        for note in report.notes
+        for line in textwrap.wrap(say("note", text=note), max(width, 40), subsequent_indent="      ")
+    ]
+
+
+def _note(note: str, say: Say) -> str:
+    text = say("note", text=note)
+    return text[0].upper() + text[1:]
+
+
+def _label(report: Report, say: Say) -> str:
     """What must not be overlooked about the engine."""
-    if report.fidelity == "strict":
-        return ""
-    return "  (approximate: sampled output is not the target's law)"
+    return "" if report.fidelity == "strict" else f"  {say('approximate-label')}"
 
 
 def _code(text: str) -> str:
@@ -119,28 +215,24 @@ def _code(text: str) -> str:
     return re.sub(r"([`*_<>|\\\[\]])", r"\\\1", text)
 
 
-def _word(check: Check) -> str:
-    """The verdict; "measured" is none, so it is not in capitals."""
-    return "measured" if check.verdict is Verdict.MEASURED else check.verdict.value
-
-
-def _need(check: Check) -> str:
+def _need(check: Check, say: Say) -> str:
     """What a reader must know of a check that did not pass and does not count."""
     decides = check.required or check.verdict in (Verdict.PASS, Verdict.MEASURED, Verdict.SKIPPED)
-    return "" if decides else " (not required)"
+    return "" if decides else say("not-required")
 
 
-def _number(value: float | None, unit: str) -> str:
+def _number(value: float | None, name: str) -> str:
     if value is None or not math.isfinite(value):
         return ""
-    return f"{value:.4g} {unit}".strip()
+    return f"{value:.4g} {name}".strip()
 
 
-def _interval(check: Check) -> str:
+def _interval(check: Check, say: Say) -> str:
     if check.interval is None or not all(map(math.isfinite, check.interval)):
         return ""
-    return f"{check.interval[0]:.4g} to {check.interval[1]:.4g}"
+    low, high = check.interval
+    return say("range", low=f"{low:.4g}", high=f"{high:.4g}")
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _row(values: list[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|").replace("\n", " ") for value in values) + " |"

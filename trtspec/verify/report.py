@@ -13,6 +13,8 @@ from typing import Any
 
 from trtspec.recipe_facts import Fidelity
 from trtspec.verify.gates import Check, all_ok, exit_code
+from trtspec.verify.i18n import speaker
+from trtspec.verify.pitfalls import Pitfall, answer_pitfalls
 
 SCHEMA = "trtspec.report/1"
 
@@ -63,9 +65,10 @@ def to_json(report: Report) -> dict[str, Any]:
         "exit_code": report.exit_code,
         **asdict(replace(report, checks=())),
         "checks": [check_fields(check) for check in report.checks],
+        "pitfalls": [pitfall_fields(one) for one in pitfalls(report)],
     }
-    plain: dict[str, Any] = _plain(value)
-    return plain
+    result: dict[str, Any] = plain(value)
+    return result
 
 
 def to_bytes(report: Report) -> bytes:
@@ -77,17 +80,32 @@ def check_fields(check: Check) -> dict[str, Any]:
     """A check as JSON values, without its records: those are for a bundle."""
     value = asdict(replace(check, records=None))
     del value["records"]
-    plain: dict[str, Any] = _plain(value)
-    return plain
+    result: dict[str, Any] = plain(value)
+    return result
 
 
-def _plain(value: Any) -> Any:
+def pitfall_fields(found: Pitfall) -> dict[str, str]:
+    """An answered or open pitfall as JSON values, its sentences in English."""
+    say = speaker("en")
+    run = say(found.run, engine=found.engine) if found.run else ""
+    return {"id": found.id, "status": found.status, "found": say(found.key, **found.values), "run": run}
+
+
+def pitfalls(report: Report) -> tuple[Pitfall, ...]:
+    """What the report says to each of the nine pitfalls."""
+    return answer_pitfalls(
+        report.checks, report.recipe, report.settings, engine=report.engine, fidelity=report.fidelity
+    )
+
+
+def plain(value: Any) -> Any:
+    """JSON values of what a dataclass holds; numbers that are not finite become None."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

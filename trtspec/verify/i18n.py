@@ -1,0 +1,374 @@
+"""The fixed texts of a report's renderings, in English and Chinese.
+
+Numbers, names and what checks say of themselves (summaries, evidence, details, notes) stand in the report and
+are shown as they are, in either language. A key that is not here is a bug: KeyError. Justified length: one
+table, two lines a text, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+Lang = Literal["en", "zh"]
+LANGS: tuple[Lang, ...] = ("en", "zh")
+
+
+class Say(Protocol):
+    """A text by its key, with values for its fields."""
+
+    def __call__(self, key: str, /, **values: object) -> str: ...
+
+
+def speaker(lang: Lang) -> Say:
+    """The function that says everything in ``lang``."""
+    column = LANGS.index(lang)
+
+    def say(key: str, /, **values: object) -> str:
+        return TEXTS[key][column].format(**values)
+
+    return say
+
+
+def check_title(name: str, say: Callable[..., str]) -> str:
+    """What a check of this name asks; "" for one that is not known here."""
+    key = f"check.{name}"
+    return say(key) if key in TEXTS else ""
+
+
+def task_title(name: str, say: Callable[..., str]) -> str:
+    """A kind of prompt, or its name where it is the user's own."""
+    return say(f"task.{name}") if f"task.{name}" in TEXTS else name
+
+
+TEXTS: dict[str, tuple[str, str]] = {
+    # verdicts
+    "PASS": ("PASS", "通过"),
+    "FAIL": ("FAIL", "未通过"),
+    "INCONCLUSIVE": ("INCONCLUSIVE", "无定论"),
+    "SKIPPED": ("SKIPPED", "跳过"),
+    "ERROR": ("ERROR", "错误"),
+    "MEASURED": ("measured", "仅测量"),
+    "approximate": (", approximate", "（近似）"),
+    "approximate-label": (
+        "(approximate: sampled output is not the target's law)",
+        "（近似：采样输出不服从目标模型的分布）",
+    ),
+    "passed": (
+        "{passed} of {required} required checks passed",
+        "{required} 项必需检查中 {passed} 项通过",
+    ),
+    "not-measured": ("not measured: {names}", "未测得：{names}"),
+    "joined": ("; ", "；"),
+    "in-brackets": ("{word} ({text})", "{word}（{text}）"),
+    "verdict-line": ("verdict: {text}", "结论：{text}"),
+    "headline": ("{name}: {text}", "{name}：{text}"),
+    "not-required": (" (not required)", "（非必需）"),
+    "warning": ("warning: {text}", "警告：{text}"),
+    "note": ("note: {text}", "注：{text}"),
+    "how": ("how: {text}", "测法：{text}"),
+    # the table of checks
+    "checks": ("Checks", "检查"),
+    "check": ("check", "检查"),
+    "verdict": ("verdict", "结论"),
+    "required": ("required", "必需"),
+    "measured": ("measured", "测得"),
+    "interval": ("95 % interval", "95 % 区间"),
+    "gate": ("gate", "门槛"),
+    "n": ("n", "样本数"),
+    "yes": ("yes", "是"),
+    "no": ("no", "否"),
+    "range": ("{low} to {high}", "{low} 至 {high}"),
+    "at least": ("at least {bound}", "不低于 {bound}"),
+    "at most": ("at most {bound}", "不高于 {bound}"),
+    "unit.requests": ("requests", "个请求"),
+    "unit.prompts": ("prompts", "条提示"),
+    "unit.tokens": ("tokens", "个词元"),
+    "unit.texts": ("texts", "篇文本"),
+    "unit.divergences": ("divergences", "处分歧"),
+    "unit.tokens/step": ("tokens/step", "词元/步"),
+    "unit.draws": ("draws", "次抽样"),
+    "unit.items": ("items", "道题"),
+    "check.lossless": (
+        "Greedy answers with speculation are those without it",
+        "推测解码的贪心输出与不推测时一致",
+    ),
+    "check.lossless_float64": ("The same in float64, the proof", "float64 下的同一检查（证明）"),
+    "check.greedy": (
+        "Greedy answers with drafts are those without them",
+        "有草稿时的贪心输出与无草稿时一致",
+    ),
+    "check.greedy_float64": ("The same in float64", "float64 下的同一检查"),
+    "check.quality": (
+        "Perplexity against the 16-bit baseline",
+        "相对 16 位基线的困惑度",
+    ),
+    "check.acceptance": ("Tokens a target step emits", "目标模型每步产生的词元数"),
+    "check.speedup": (
+        "Speed against the same weights without speculation",
+        "相对同权重无推测的速度",
+    ),
+    "check.speedup_over_baseline": ("Speed against the 16-bit baseline", "相对 16 位基线的速度"),
+    "check.approximate_likelihood": (
+        "Likelihood of what approximate acceptance samples",
+        "近似接受所采样文本的似然",
+    ),
+    "check.approximate_repetition": (
+        "Repetition in what approximate acceptance samples",
+        "近似接受所采样文本的重复度",
+    ),
+    # the page
+    "title": ("Verification of {name}", "{name} 的验证报告"),
+    "contents": ("Contents", "目录"),
+    "in-short": ("In short", "摘要"),
+    "details": ("Check by check", "逐项说明"),
+    "evidence": ("Evidence", "证据"),
+    "numbers": ("Numbers", "数据"),
+    "plots": ("Plots", "图"),
+    "notes": ("Notes", "说明"),
+    "provenance": ("What it ran on", "运行环境"),
+    "recipe": ("Recipe", "配方"),
+    "engine": ("engine", "引擎"),
+    "fidelity": ("fidelity of sampled output", "采样输出的保真度"),
+    "strict": ("strict", "严格"),
+    "approximate-word": ("approximate", "近似"),
+    "recipe-digest": ("recipe digest", "配方摘要值"),
+    "source-digest": ("source digest", "源检查点摘要值"),
+    "date": ("date", "日期"),
+    "duration": ("{seconds} s", "{seconds} 秒"),
+    "command": ("command", "命令"),
+    "machine": ("machine", "机器"),
+    "versions": ("versions", "版本"),
+    "built-with": ("built with", "构建时的版本"),
+    "settings": ("settings", "设置"),
+    "unknown-processor": ("unknown processor", "未知处理器"),
+    "no-checks": ("no check was run", "没有运行任何检查"),
+    "sentence": ("{title}. {text}", "{title}。{text}"),
+    "item": ("{name}: {text}", "{name}：{text}"),
+    "terminal-head": (
+        "recipe {digest}, {processor}, {created}, {seconds} s",
+        "配方 {digest}，{processor}，{created}，{seconds} 秒",
+    ),
+    # plots
+    "plot.acceptance": (
+        "Steps that accepted at least i drafted tokens",
+        "至少接受 i 个草稿词元的步数占比",
+    ),
+    "plot.acceptance.x": ("position i in the draft", "草稿中的位置 i"),
+    "plot.acceptance.y": ("share of steps", "步数占比"),
+    "plot.acceptance.text": (
+        "{first} of {steps} steps accepted at least one drafted token.",
+        "{steps} 步中有 {first} 至少接受了一个草稿词元。",
+    ),
+    "plot.tasks": ("Tokens a step by kind of prompt", "各类提示每步的词元数"),
+    "plot.tasks.x": ("tokens a step (1: no gain)", "每步词元数（1 表示无收益）"),
+    "plot.speedup": ("Speedup with 95 % intervals", "加速比及其 95 % 区间"),
+    "plot.speedup.x": ("times as fast (1: no gain)", "倍速（1 表示无收益）"),
+    "plot.speedup.text": (
+        "{name}: {value}, interval {low} to {high}.",
+        "{name}：{value}，区间 {low} 至 {high}。",
+    ),
+    "plot.latency": ("Time of a request", "请求用时"),
+    "plot.latency.x": ("seconds, prompt included", "秒，含提示处理"),
+    "plot.latency-of": ("Distribution of {metric}", "{metric} 的分布"),
+    "plot.latency.y": ("share of requests at most", "不超过该值的请求占比"),
+    "plot.latency.text": ("Median of {name}: {value}.", "{name} 的中位数：{value}。"),
+    "plot.margins": ("Divergences and rounding noise: {name}", "分歧与舍入噪声：{name}"),
+    "plot.margins.x": ("gap between the two tokens, nats", "两词元之差（奈特）"),
+    "plot.margins.usual": ("usual noise", "常见噪声"),
+    "plot.margins.largest": ("largest noise", "最大噪声"),
+    "plot.margins.text": (
+        "{count} divergences; usual noise {usual} nats, largest {largest}.",
+        "{count} 处分歧；常见噪声 {usual} 奈特，最大 {largest}。",
+    ),
+    "plot.kl": ("Tail of the KL divergence from the baseline: {name}", "相对基线的 KL 散度尾部：{name}"),
+    "plot.kl.x": ("share of tokens beyond", "超过该值的词元占比"),
+    "plot.kl.y": ("KL, nats", "KL（奈特）"),
+    "plot.kl.text": ("Largest value shown: {value} nats.", "图中最大值：{value} 奈特。"),
+    "plot.matrix": ("Matrix: {name}", "矩阵：{name}"),
+    "plot.matrix.text": ("{rows} rows, {columns} columns.", "{rows} 行，{columns} 列。"),
+    "plot.matrix.corner": ("quantization / drafting", "量化 / 草稿"),
+    "plot.position": ("position", "位置"),
+    "plot.value": ("value", "值"),
+    "plot.prompt": ("prompt", "提示"),
+    "plot.token": ("token", "词元"),
+    "plot.gap": ("gap", "差"),
+    "task.chat": ("chat", "对话"),
+    "task.code": ("code", "代码"),
+    "task.summarization": ("summarization", "摘要"),
+    "task.translation": ("translation", "翻译"),
+    "task.copy": ("copy", "复制"),
+    "side.recipe": ("recipe", "配方"),
+    "side.no_speculation": ("no speculation", "无推测"),
+    "side.baseline": ("16-bit baseline", "16 位基线"),
+    # pitfalls
+    "pitfalls": ("Pitfalls", "常见误区"),
+    "pitfalls.intro": (
+        "Nine ways in which such measurements mislead. They decide no verdict; an open one says what the "
+        "verdict does not cover.",
+        "这类测量误导人的九种方式。它们不影响结论；“未回答”者说明结论没有涵盖什么。",
+    ),
+    "pitfall": ("pitfall", "误区"),
+    "status": ("status", "状态"),
+    "found": ("found", "所见"),
+    "to-run": ("to run", "可运行"),
+    "answered": ("answered", "已回答"),
+    "open": ("open", "未回答"),
+    "does not apply": ("does not apply", "不适用"),
+    "pitfalls.count": (
+        "pitfalls: {answered} answered, {rest} do not apply, {open} open, to run",
+        "常见误区：{answered} 项已回答，{rest} 项不适用，{open} 项未回答，可运行",
+    ),
+    "pitfall.by-check": ("answered by {checks}", "由 {checks} 回答"),
+    "pitfall.wrong-baseline": ("Wrong baseline", "基线不当"),
+    "pitfall.wrong-baseline.yes": (
+        "{checks}: same hardware, engine, prompts, lengths and token counter, in turn",
+        "{checks}：相同的硬件、引擎、提示、长度与词元计数，交替测量",
+    ),
+    "pitfall.wrong-baseline.none": (
+        "the recipe neither speculates nor quantizes: it is the baseline",
+        "配方既不推测也不量化：它就是基线",
+    ),
+    "pitfall.wrong-baseline.missing": ("not measured: {checks}", "未测量：{checks}"),
+    "pitfall.wrong-baseline.apart": (
+        "the two sides ran one after the other, so a change of the machine between them shows as speed",
+        "两侧先后运行，其间机器状态的变化会表现为速度差异",
+    ),
+    "pitfall.wrong-baseline.run": (
+        "trtspec verify {engine} on an idle machine",
+        "在空闲机器上运行 trtspec verify {engine}",
+    ),
+    "pitfall.alpha-without-tau": ("Acceptance rate without acceptance length", "只报接受率、不报接受长度"),
+    "pitfall.alpha-without-tau.yes": (
+        "both stand together: rate {rate}, {length} tokens a step",
+        "两者并列：接受率 {rate}，每步 {length} 个词元",
+    ),
+    "pitfall.alpha-without-tau.none": ("the recipe does not speculate", "配方不使用推测"),
+    "pitfall.alpha-without-tau.missing": (
+        "rate and length of acceptance are not both known",
+        "接受率与接受长度未同时测得",
+    ),
+    "pitfall.alpha-without-tau.run": (
+        "trtspec verify {engine} with prompts on which the drafter finds something (--prompts)",
+        "用草稿器能命中的提示（--prompts）运行 trtspec verify {engine}",
+    ),
+    "pitfall.unquantized-draft": ("Draft not quantized", "草稿模型未量化"),
+    "pitfall.unquantized-draft.yes": (
+        "the draft model is quantized too: {format}",
+        "草稿模型也已量化：{format}",
+    ),
+    "pitfall.unquantized-draft.none": (
+        "nothing is quantized, or drafting uses no weights",
+        "没有量化，或草稿不使用权重",
+    ),
+    "pitfall.unquantized-draft.heads": (
+        "{kind} heads stay in 16 bit: small beside the target, and their time is in the measured speed",
+        "{kind} 头保持 16 位：与目标模型相比很小，其用时已计入测得的速度",
+    ),
+    "pitfall.unquantized-draft.model": (
+        "the target is quantized and the draft model is not: its share of a round grows",
+        "目标模型已量化而草稿模型没有：它在每轮中的用时占比变大",
+    ),
+    "pitfall.unquantized-draft.run": (
+        "set speculation.quantization in the recipe, build, and trtspec verify again",
+        "在配方中设置 speculation.quantization，重新构建并再次运行 trtspec verify",
+    ),
+    "pitfall.untested-together": ("Two approximations untested together", "两种近似未一起检验"),
+    "pitfall.untested-together.none": (
+        "the recipe has at most one approximation",
+        "配方至多有一种近似",
+    ),
+    "pitfall.untested-together.kv": (
+        "quality is scored with quantized weights and KV cache together",
+        "质量在权重与 KV 缓存同时量化的条件下评分",
+    ),
+    "pitfall.untested-together.kv-missing": (
+        "weights and KV cache are quantized, and quality was not measured",
+        "权重与 KV 缓存均已量化，但未测量质量",
+    ),
+    "pitfall.untested-together.both": (
+        "quantization and approximate acceptance were each judged alone: their losses may add up to more",
+        "量化与近似接受是分别评判的：两者的损失合起来可能更大",
+    ),
+    "pitfall.untested-together.run": (
+        "trtspec verify {engine} with a check of sampled answers against the 16-bit baseline",
+        "运行 trtspec verify {engine}，并加入采样输出相对 16 位基线的检查",
+    ),
+    "pitfall.one-load": ("One load only", "只测一种负载"),
+    "pitfall.one-load.yes": ("{count} loads were measured", "测量了 {count} 种负载"),
+    "pitfall.one-load.none": (
+        "the recipe neither speculates nor quantizes",
+        "配方既不推测也不量化",
+    ),
+    "pitfall.one-load.one": (
+        "speed was measured one request at a time: in a batch, verifying drafts costs more, and the gain can "
+        "vanish",
+        "速度是逐个请求测得的：成批时验证草稿的代价更高，收益可能消失",
+    ),
+    "pitfall.one-load.run": (
+        "trtspec bench engine {engine} --scaling, or measure the batch that will be served",
+        "运行 trtspec bench engine {engine} --scaling，或测量实际服务时的批量",
+    ),
+    "pitfall.tail-ignored": ("P99 ignored", "忽略 P99"),
+    "pitfall.tail-ignored.yes": ("p99 stands in {check}", "{check} 给出 p99"),
+    "pitfall.tail-ignored.missing": (
+        "only totals were measured: drafts that fail cost most where users wait longest",
+        "只测了总量：失败的草稿恰恰在用户等待最久处代价最大",
+    ),
+    "pitfall.tail-ignored.run": (
+        "measure latency per request with enough requests for a p99 (at least 300)",
+        "逐请求测量延迟，请求数须足以估计 p99（至少 300 个）",
+    ),
+    "pitfall.lazy-lossless": ("Losslessness claimed, not shown", "声称无损而未证明"),
+    "pitfall.lazy-lossless.yes": (
+        "{check} compares token by token; {refused} second choices of the target were refused as drafts",
+        "{check} 逐词元比较；目标模型的次优词元作为草稿有 {refused} 个被拒绝",
+    ),
+    "pitfall.lazy-lossless.none": ("the recipe does not speculate", "配方不使用推测"),
+    "pitfall.lazy-lossless.approximate": (
+        "nothing is called lossless; {checks} judge what is sampled",
+        "未声称无损；由 {checks} 评判采样输出",
+    ),
+    "pitfall.lazy-lossless.approximate-missing": (
+        "acceptance is approximate, and what it samples was not judged",
+        "接受是近似的，而其采样输出未经评判",
+    ),
+    "pitfall.lazy-lossless.missing": (
+        "no comparison token by token in which drafts had to be refused has decided",
+        "没有得出定论的、要求拒绝草稿的逐词元比较",
+    ),
+    "pitfall.lazy-lossless.run": (
+        "trtspec verify {engine} where two copies of the weights in float64 fit",
+        "在能容纳两份 float64 权重的机器上运行 trtspec verify {engine}",
+    ),
+    "pitfall.untuned-draft": ("Draft length or tree not tuned", "草稿长度或树未调优"),
+    "pitfall.untuned-draft.yes": ("{check} has scanned others", "{check} 扫描了其他取值"),
+    "pitfall.untuned-draft.none": ("the recipe does not speculate", "配方不使用推测"),
+    "pitfall.untuned-draft.adaptive": (
+        "each draft is cut to what pays (speculation.adaptive)",
+        "每个草稿都裁剪到划算的部分（speculation.adaptive）",
+    ),
+    "pitfall.untuned-draft.given": (
+        "the recipe's draft was taken as given: another length or tree may be faster on this load",
+        "直接采用了配方中的草稿：在此负载上，别的长度或树可能更快",
+    ),
+    "pitfall.untuned-draft.run": ("trtspec bench drafters {engine}", "trtspec bench drafters {engine}"),
+    "pitfall.long-context": ("Long context", "长上下文"),
+    "pitfall.long-context.yes": (
+        "the longest sequence had {longest} of at most {limit} tokens",
+        "最长序列 {longest} 个词元，上限 {limit}",
+    ),
+    "pitfall.long-context.short": (
+        "the longest sequence had {longest} tokens, the engine takes {limit}: acceptance, speed and the KV "
+        "cache's quality are not known there",
+        "最长序列 {longest} 个词元，而引擎允许 {limit}：那里的接受率、速度与 KV 缓存质量未知",
+    ),
+    "pitfall.long-context.unknown": (
+        "the length of what was measured is not recorded",
+        "没有记录所测序列的长度",
+    ),
+    "pitfall.long-context.run": (
+        "trtspec verify {engine} --prompts FILE, with prompts as long as those to be served",
+        "用与实际服务同样长的提示运行 trtspec verify {engine} --prompts FILE",
+    ),
+}  # fmt: skip

@@ -1,0 +1,298 @@
+"""Every verdict of an evidence bundle computed again from its raw records: no engine, no torch, no network.
+
+What a check then says (verdict, numbers, evidence) must be what the report says; numbers to a relative
+1e-9, because another processor may add in another order. Wording may differ between versions of trtspec, and
+only then. A report altered together with its records and its manifest is another report: against that, keep
+the manifest's SHA-256 that ``verify --bundle`` prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from trtspec.artifact import tool_versions
+from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS
+from trtspec.prompts import Prompt
+from trtspec.recipe import Recipe
+from trtspec.recipe_file import recipe_digest
+from trtspec.ruler import Run
+from trtspec.verify import approximate, load, lossless, quality
+from trtspec.verify.bundle import Bundle, open_bundle
+from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.lossless_verdict import Comparison, NearMissRun, judge
+from trtspec.verify.near_misses import misses_from, refusals
+from trtspec.verify.records import Records, Row, answers_from
+from trtspec.verify.report import VERDICT_WORDS, check_fields, pitfall_fields, pitfalls, plain
+
+Status = Literal["same", "differs", "no records"]
+_WORDING = ("summary", "how", "warnings", "details")
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What computing one check again gave. ``differences``: a line each."""
+
+    check: str
+    stored: str
+    """The verdict in the report; "" if it has no such check."""
+    status: Status
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """``problems``: of the bundle's files and of the report as a whole."""
+
+    findings: tuple[Finding, ...]
+    problems: tuple[str, ...]
+    undecided: tuple[str, ...]
+    """Required checks without records: their verdicts must be believed."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.problems or any(one.status == "differs" for one in self.findings):
+            return EXIT_GATE_FAILED
+        return EXIT_INCONCLUSIVE if self.undecided else EXIT_PASS
+
+
+def recheck(folder: Path) -> Recheck:
+    """Compute every verdict of the bundle in ``folder`` again. Raises InputError where it is no bundle."""
+    bundle = open_bundle(folder)
+    same_version = bundle.report.tools.get("trtspec") == tool_versions()["trtspec"]
+    problems = [*bundle.problems, *_whole(bundle)]
+    stored = {check.name: check for check in bundle.report.checks}
+    findings: dict[str, Finding] = {}
+    for judged in bundle.judged:
+        if judged.records is None:
+            fresh, failure = {}, "its records are missing or broken"
+        else:
+            problems += _other_gates(judged.checks, judged.records, bundle.report.recipe)
+            fresh, failure = _again(judged.records)
+        for name in judged.checks:
+            findings[name] = _finding(name, stored.get(name), fresh.get(name), failure, same_version)
+    for name, check in stored.items():
+        if name not in findings:
+            findings[name] = Finding(name, check.verdict.value, "no records")
+    undecided = [
+        name
+        for name, check in stored.items()
+        if findings[name].status == "no records" and check.required and check.verdict is not Verdict.SKIPPED
+    ]
+    order = [*stored, *(name for name in findings if name not in stored)]
+    return Recheck(tuple(findings[name] for name in order), tuple(problems), tuple(undecided))
+
+
+def _again(records: Records) -> tuple[dict[str, Check], str]:
+    """The checks that the records give, by name, or why they give none."""
+    try:
+        return {check.name: check for check in rejudge(records)}, ""
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        # Whatever is wrong with rows that somebody changed, it must end as a finding.
+        return {}, f"its records cannot be judged: {type(error).__name__}: {error}"
+
+
+def _finding(
+    name: str, stored: Check | None, fresh: Check | None, failure: str, same_version: bool
+) -> Finding:
+    if stored is None:
+        return Finding(name, "", "differs", ("the report has no such check, the bundle has its records",))
+    if fresh is None:
+        why = failure or "its records give no such check"
+        return Finding(name, stored.verdict.value, "differs", (why,))
+    mine, theirs = check_fields(stored), check_fields(fresh)
+    differences = []
+    for key in mine:
+        if key in _WORDING and not same_version:
+            continue
+        if key == "evidence" and not same_version:
+            theirs[key] = {inner: theirs[key].get(inner) for inner in mine[key] if inner in theirs[key]}
+            mine[key] = {inner: mine[key][inner] for inner in theirs[key]}
+        for place, left, right in _different(mine[key], theirs[key], key):
+            differences.append(f"{place}: {_short(left)} in the report, {_short(right)} from the records")
+    return Finding(name, stored.verdict.value, "differs" if differences else "same", tuple(differences))
+
+
+def _different(left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in dict.fromkeys((*left, *right)):
+            yield from _different(left.get(key), right.get(key), f"{place}.{key}")
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for number, (one, other) in enumerate(zip(left, right, strict=True)):
+            yield from _different(one, other, f"{place}[{number}]")
+    elif not _equal(left, right):
+        yield place, left, right
+
+
+def _equal(left: Any, right: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(left, numbers) and isinstance(right, numbers) and bool not in (type(left), type(right)):
+        return math.isclose(left, right, rel_tol=_TOLERANCE, abs_tol=1e-12)
+    return type(left) is type(right) and bool(left == right)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# --------------------------------------------------------------------------- the report as a whole
+
+
+def _whole(bundle: Bundle) -> list[str]:
+    """What the report says beyond its checks, held against what follows from them."""
+    problems = []
+    report = bundle.report
+    for key, value in (("verdict", VERDICT_WORDS[report.exit_code]), ("exit_code", report.exit_code)):
+        if bundle.stored.get(key) != value:
+            found = _short(bundle.stored.get(key))
+            problems.append(f"report.json: {key}: {found} in the report, {value!r} follows from its checks")
+    wanted = plain([pitfall_fields(one) for one in pitfalls(report)])
+    statuses = [[(one.get("id"), one.get("status")) for one in side] for side in (_pitfalls(bundle), wanted)]
+    if statuses[0] != statuses[1]:
+        problems.append("report.json: pitfalls: not those that follow from its checks")
+    recipe = _recipe(report.recipe)
+    if recipe is None or recipe_digest(recipe) != report.recipe_digest:
+        problems.append("report.json: recipe: its digest is not recipe_digest")
+    return problems
+
+
+def _pitfalls(bundle: Bundle) -> list[Mapping[str, Any]]:
+    found = bundle.stored.get("pitfalls")
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
+def _recipe(value: Mapping[str, Any]) -> Recipe | None:
+    try:
+        return Recipe.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, Any]) -> list[str]:
+    """Gates in the records that are not those of the recipe."""
+    arguments, problems = records.arguments, []
+    gates = recipe.get("gates") if isinstance(recipe.get("gates"), Mapping) else {}
+    for name in names:
+        match records.judge:
+            case "lossless":
+                key, found = "lossless", arguments.get("required")
+            case "quality":
+                key, found = "max_perplexity_ratio", arguments.get("bound")
+            case "approximate":
+                key, found = "max_perplexity_ratio", arguments.get("margin")
+            case "acceptance" | "gpu_acceptance":
+                key, found = "min_acceptance_length", arguments.get("bound")
+            case "speed" | "gpu_speed":
+                key, found = f"min_{name}", arguments.get("bound")
+            case _:
+                continue
+        if gates and gates.get(key) != found:
+            problems.append(
+                f"{name}: judged by a gate of {found!r}, the recipe's {key} is {gates.get(key)!r}"
+            )
+    return problems
+
+
+# --------------------------------------------------------------------------- judges
+
+
+def rejudge(records: Records) -> list[Check]:
+    """The checks that follow from ``records``, made by the very functions that made the report's.
+
+    Raises ValueError for a judge that this version does not know, and what rows that do not fit make of it.
+    """
+    arguments, tables = records.arguments, records.tables
+    match records.judge:
+        case "lossless":
+            return [_lossless(arguments, tables)]
+        case "quality":
+            return [_quality(arguments, tables["tokens"])]
+        case "acceptance":
+            return [load.check_acceptance(answers_from(tables["requests"]), **arguments)]
+        case "speed":
+            race = load.race_from(tables["runs"], arguments["contradictions"])
+            names = {key: arguments[key] for key in ("check_name", "name", "over", "bound")}
+            return [load.check_speed(race, **names)]
+        case "approximate":
+            return _approximate(arguments, tables)
+        case unknown:
+            raise ValueError(f"this version knows no judge {unknown!r}")
+
+
+def _lossless(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> Check:
+    prompts = [Prompt(str(row["id"]), tuple(row["tokens"])) for row in tables["prompts"]]
+    reference, other, alone = (answers_from(tables[name]) for name in ("reference", "other", "batch_1"))
+    speculates = arguments["speculates"]
+    comparison = lossless.compare(reference, other) if speculates else lossless.compare(alone, reference)
+    floor = lossless.compare(alone, reference[: len(alone)])
+    near = None
+    if arguments["near"]:
+        missed = answers_from(tables["near_answers"])
+        near = NearMissRun(
+            _scored(lossless.compare(reference, missed), "near", tables["divergences"]),
+            refusals(misses_from(tables["near_misses"]), prompts, missed),
+        )
+    moves = [lossless.Move(row["text"], row["position"], row["rows"], row["nats"]) for row in tables["noise"]]
+    check = judge(
+        arguments["name"],
+        _scored(comparison, "comparison", tables["divergences"]),
+        lossless.noise_of(moves, arguments["rows"]),
+        _scored(floor, "floor", tables["divergences"]),
+        dtype=arguments["dtype"],
+        drafted=sum(answer.drafted for answer in other),
+        accepted=sum(answer.accepted for answer in other),
+        speculates=speculates,
+        required=arguments["required"],
+        contradictions=arguments["contradictions"],
+        near=near,
+        proof=arguments["proof"],
+    )
+    if "float64" in tables:
+        exact = answers_from(tables["float64"])
+        check = load.compare_acceptance(check, other, exact, required=arguments["compare_required"])
+    return check
+
+
+def _scored(comparison: Comparison, of: str, rows: Sequence[Row]) -> Comparison:
+    """The divergences with what the engine measured of them; one that the records do not know has no gap,
+    so it is a fault."""
+    known = {
+        (row["prompt_id"], row["position"], row["reference_token"], row["other_token"]): row
+        for row in rows
+        if row["of"] == of
+    }
+    found = []
+    for one in comparison.divergences:
+        row = known.get((one.prompt_id, one.position, one.reference_token, one.other_token))
+        measured = ("gap_nats", "margin", "local_noise_nats", "reference_text", "other_text")
+        found.append(one if row is None else replace(one, **{key: row[key] for key in measured}))
+    return replace(comparison, divergences=tuple(found))
+
+
+def _quality(arguments: Mapping[str, Any], rows: Sequence[Row]) -> Check:
+    target: list[list[float]] = []
+    baseline: list[list[float]] = []
+    for row in rows:
+        if row["text"] == len(target):
+            target.append([])
+            baseline.append([])
+        for side, name in ((target, "target"), (baseline, "baseline")):
+            side[row["text"]].append(math.nan if row[name] is None else row[name])
+    agreements = sum(row["same_top"] for row in rows)
+    return quality.judge(target, baseline, agreements=agreements, **arguments)
+
+
+def _approximate(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> list[Check]:
+    sampled, strict = (approximate.sampled_from(tables[name]) for name in ("approximate", "strict"))
+    answers = tuple(answer for row in sampled.answers for answer in row)
+    drafting = Run(answers, 0.0, 0, tuple(arguments["contradictions"]))
+    return approximate.judge_approximate(
+        sampled, strict, drafting, temperature=arguments["temperature"], margin=arguments["margin"]
+    )
