@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from head_layouts import make_target, write_layout
 from safetensors.torch import save_file
 from tiny import make_tiny_model
 
 from trtspec import artifact
 from trtspec.backends import open_engine
 from trtspec.build import Built, build
+from trtspec.draft.convert import plan_conversion, write_conversion
 from trtspec.engine import Request, generate
 from trtspec.errors import InputError
+from trtspec.heads_check import read_target
+from trtspec.plan_inputs import find_heads, model_files
+from trtspec.recipe_file import load_recipe
 
 VOCAB, HIDDEN, LAYERS = 320, 64, 4
 RECIPE = """\
@@ -180,3 +185,36 @@ def test_a_build_passes_on_the_warnings(folder: Path) -> None:
     built, said = run(folder, SPECULATION["medusa"])
     assert not built.up_to_date
     assert [line for line in said if "for 'someone/other'; the target is model" in line]
+
+
+PYTORCH = """\
+version: 1
+name: tiny-gpu
+model: {source: model}
+backend: {kind: pytorch, dtype: bfloat16}
+speculation: {kind: eagle3, heads: heads, num_draft_tokens: 3}
+limits: {max_batch_size: 4, max_input_tokens: 128, max_seq_tokens: 256, max_num_tokens: 300}
+"""
+
+
+def test_heads_for_tensorrt_llm_are_held_against_what_it_reads(folder: Path) -> None:
+    """Layout and target at once, before anything is hashed or rendered."""
+    write_layout(
+        folder / "heads", "eagle3_speculators", lambda tensors, config: config.update(draft_vocab_size=9)
+    )
+    make_target(folder / "model")
+    (folder / "recipe.yaml").write_text(PYTORCH)
+    recipe = load_recipe(folder / "recipe.yaml")
+    source = artifact.hash_source(folder / "model", model_files(folder / "model"))
+    said: list[str] = []
+    with pytest.raises(InputError) as error:
+        find_heads(recipe, folder, folder / "model", source, said.append)
+    assert "[200], [9] is needed" in str(error.value)
+    assert "trtspec draft convert --to tensorrt" in str(error.value)
+    assert said == []
+    write_layout(folder / "heads", "eagle3_speculators")
+    target = read_target(folder / "model")
+    write_conversion(plan_conversion(folder / "heads", "tensorrt", target), folder / "heads", replace=True)
+    found = find_heads(recipe, folder, folder / "model", source, said.append)
+    assert found is not None
+    assert sorted(found.source.files) == ["config.json", "model.safetensors"]
