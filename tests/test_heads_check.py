@@ -389,7 +389,7 @@ def test_the_command_on_good_heads(
         "fit tiny-chat",
         "  embedded  runs them",
         "  tensorrt  not: TensorRT-LLM runs eagle3 heads on backend pytorch only",
-        "  pytorch   runs them",
+        "  pytorch   finds what it looks for",
     ]
     code, out, _ = run(folder, "--model", target.folder, "--json", capsys=capsys)
     value = json.loads(out)

@@ -166,7 +166,9 @@ def _print(folder: Path, found: HeadsCheck, target: Target | None) -> None:
         click.echo(f"fit {target.names[-1]}")
     for backend, obstacles in found.obstacles.items():
         if not obstacles:
-            click.echo(f"  {backend:<9} runs them")
+            # What was not run with TensorRT-LLM is not said to run.
+            outcome = "runs them" if backend == "embedded" else "finds what it looks for"
+            click.echo(f"  {backend:<9} {outcome}")
         for obstacle in obstacles:
             where = f"{obstacle.key}: " if obstacle.key else ""
             click.echo(f"  {backend:<9} not: {where}{obstacle.message}")
