@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trtspec.artifact import Artifact, file_sha256
+from trtspec.artifact import RECIPE_FILE, Artifact, file_sha256, open_artifact
 from trtspec.draft.acceptance import Answered, Step, dead_drafter
 from trtspec.embedded.drafters.recorder import Recorded, RecordingDrafter, drafting_through
 from trtspec.embedded.engine import EmbeddedEngine
@@ -25,7 +25,7 @@ from trtspec.embedded.opening import open_embedded
 from trtspec.embedded.tree import Draft, children, depths
 from trtspec.engine import Request
 from trtspec.errors import InputError, MissingError, Problem
-from trtspec.prompts import Prompt
+from trtspec.prompts import PROMPTS_FILE, Prompt, load_prompts
 from trtspec.recipe import (
     DraftModelSpeculation,
     EmbeddedBackend,
@@ -36,8 +36,10 @@ from trtspec.recipe import (
     Recipe,
     Speculation,
 )
+from trtspec.recipe_file import load_recipe, recipe_digest
 from trtspec.ruler import Answer, run
 from trtspec.text import Tokenizer
+from trtspec.user_files import read_user_text
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total)."""
@@ -70,6 +72,51 @@ class Measured:
     contradictions: tuple[str, ...]
     dead: str
     hint: str
+
+
+def engine_of(path: Path, engines_dir: Path) -> tuple[Artifact, str, Path | None]:
+    """(engine, its recipe's text, folder where the recipe's relative paths start, if known) of an engine's
+    folder or of a recipe whose engine stands in ``engines_dir``.
+
+    Raises MissingError for an engine that is not built, InputError for one of another recipe.
+    """
+    if not path.is_file():
+        found = open_artifact(path)
+        return found, read_user_text(found.folder / RECIPE_FILE), None
+    recipe = load_recipe(path)
+    folder = engines_dir / recipe.name
+    if not folder.is_dir():
+        raise MissingError(f"{folder}: the engine of {path} is not built; run: trtspec build {path}")
+    found = open_artifact(folder)
+    if found.manifest.recipe_digest != recipe_digest(recipe):
+        message = f"was built from another recipe than {path} is now; run: trtspec build {path}"
+        raise InputError(Problem(message, file=str(folder)))
+    return found, read_user_text(path), path.resolve().parent
+
+
+def prompts_of(
+    artifact: Artifact, data: Path | None, tasks: Sequence[str], num_prompts: int, max_new_tokens: int
+) -> list[Prompt]:
+    """``num_prompts`` prompts of ``tasks`` (all if none is named) from ``data`` (None: ours), spread evenly
+    over it. Prompts that are too long for the engine are refused, of ours passed over.
+
+    Raises InputError for a task that no prompt has, and for fewer than two prompts: one has no interval.
+    """
+    limits = artifact.recipe.limits
+    longest = min(limits.max_input_tokens, limits.max_seq_tokens - max_new_tokens)
+    path, tokenizer = data or PROMPTS_FILE, Tokenizer.load(artifact.target_dir)
+    found = load_prompts(path, tokenizer, limit=1_000_000, max_tokens=longest, sample=data is None)
+    known = sorted({prompt.task for prompt in found} - {""})
+    if unknown := [task for task in tasks if task not in known]:
+        allowed = ", ".join(known) or "none, no prompt has a task"
+        raise InputError(
+            Problem(f"--tasks: {', '.join(unknown)}: no such prompts; allowed: {allowed}", str(path))
+        )
+    found = [prompt for prompt in found if not tasks or prompt.task in tasks]
+    if len(found) < 2:
+        raise InputError(Problem("one prompt says nothing about spread; give at least two", file=str(path)))
+    count = min(num_prompts, len(found))
+    return [found[at * len(found) // count] for at in range(count)]
 
 
 def is_learned(speculation: Speculation) -> bool:
