@@ -14,6 +14,8 @@ import torch
 from tiny import make_tiny_model
 from torch import Tensor
 
+from trtspec.artifact import open_artifact
+from trtspec.build import build
 from trtspec.draft.answers import (
     Answers,
     AnswerSettings,
@@ -39,7 +41,7 @@ from trtspec.embedded.eagle_heads import load_eagle
 from trtspec.embedded.heads import load_medusa
 from trtspec.embedded.model import Decoder
 from trtspec.embedded.weights import load_model
-from trtspec.errors import InputError
+from trtspec.errors import InputError, MissingError
 from trtspec.modelspec import read_modelspec
 
 VOCAB = 64
@@ -336,3 +338,31 @@ def test_a_run_writes_heads_that_say_what_they_are(tmp_path: Path) -> None:
         run_training(job)
     assert "<svg" in curve_svg("eagle3", made.curve)
     assert "tokens per step" in curve_text("eagle3", made.curve)
+
+
+RECIPE = """\
+version: 1
+name: tiny
+model: {source: m}
+backend: {kind: embedded, dtype: bfloat16, threads: 1}
+limits: {max_batch_size: 8, max_input_tokens: 128, max_seq_tokens: 256, max_num_tokens: 128}
+"""
+
+
+def test_heads_of_a_recipe_imitate_its_target(tmp_path: Path) -> None:
+    folder = make_tiny_model(
+        tmp_path / "m", vocab=320, hidden=32, layers=6, heads=4, kv_heads=2, dtype="bfloat16"
+    )
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    engine = build(tmp_path / "recipe.yaml", tmp_path / "engines").folder
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(json.dumps({"text": f"what is {i} times two"}) for i in range(12)))
+    job = TrainingJob(
+        "medusa", folder, str(data), tmp_path / "heads", tmp_path / "work", target_recipe=engine,
+        answer_settings=dataclasses.replace(SETTINGS, max_prompt_tokens=64),
+        train_settings=dataclasses.replace(QUICK, epochs=1),
+    )  # fmt: skip
+    made = run_training(job)
+    assert made.target_recipe == open_artifact(engine).manifest.recipe_digest
+    with pytest.raises(MissingError, match="is not built"):
+        run_training(dataclasses.replace(job, target_recipe=tmp_path / "recipe.yaml", out=tmp_path / "other"))
