@@ -10,9 +10,9 @@ from trtspec.errors import InputError, Problem
 from trtspec.text import Tokenizer
 from trtspec.user_files import parse_json, read_user_text
 
-_DATA = Path(__file__).parent / "data"
-PROMPTS_FILE = _DATA / "prompts.jsonl"
-HELDOUT_FILE = _DATA / "heldout.jsonl"
+DATA_FOLDER = Path(__file__).parent / "data"
+PROMPTS_FILE = DATA_FOLDER / "prompts.jsonl"
+HELDOUT_FILE = DATA_FOLDER / "heldout.jsonl"
 _MAX_BYTES = 256_000_000
 
 
@@ -41,7 +41,7 @@ def load_prompts(
     if max_tokens < 1:
         message = "leaves no room for a prompt within limits.max_seq_tokens; ask for shorter answers"
         raise InputError(Problem(message, key="max_new_tokens"))
-    for number, value in _read(path, problems):
+    for number, value in read_lines(path, problems):
         if len(prompts) >= limit and not sample and not problems:
             break
         tokens = _prompt_tokens(value, tokenizer)
@@ -80,7 +80,7 @@ def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_token
     texts: list[list[int]] = []
     problems: list[Problem] = []
     total = 0
-    for number, value in _read(path, problems):
+    for number, value in read_lines(path, problems):
         if total >= total_tokens:
             break
         text = value.get("text")
@@ -117,7 +117,7 @@ def _is_message(value: object) -> bool:
     )
 
 
-def _read(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
     """The objects of a JSONL file by line. Lines end with a newline only: JSON strings may hold U+2028."""
     values = []
     text = read_user_text(path, max_bytes=_MAX_BYTES).removeprefix("\ufeff")
