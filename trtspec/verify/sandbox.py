@@ -2,9 +2,10 @@
 
 What holds it: a process of its own in a new folder that is deleted afterwards, an environment without the
 user's variables, limits of the kernel (processor time, memory, file size, open files, processes, no core
-file), a deadline, output that goes to a limited file, and, where the kernel lets an ordinary user make one, a
-namespaces of its own: no network interface, no other process in sight. What does not: it runs as this user and can read this user's files
-and write where this user may. It keeps accidents in; run unknown models in a container besides.
+file), a deadline, output that goes to a limited file, and, where the kernel lets an ordinary user make them,
+namespaces of its own: no network interface, no other process to signal. What does not: it runs as this user,
+can read this user's files and write where this user may. It keeps accidents in; run models that you do not
+trust in a container besides.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
                 [*alone, *python], env=environment, cwd=folder, timeout_s=limits.seconds, on_line=said.append
             )
         except TrtspecError as error:
-            return Outcome(False, _why(said, error))
+            return Outcome(False, _why([line for line in said if line != mark], error))
         if said == [mark]:
             return Outcome(True)
         return Outcome(False, "it ended before its last line")
@@ -120,4 +121,4 @@ def _why(said: list[str], error: TrtspecError) -> str:
     if said:
         return said[-1]
     lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].partition(": ")[2] or lines[0] if lines else type(error).__name__
