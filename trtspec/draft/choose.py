@@ -415,7 +415,7 @@ def _choose_window(
     for number, (window, ngram, guesses) in enumerate(windows, start=1):
         if (ngram - 2) + (window - 1 + guesses) * (ngram - 1) > room:
             continue
-        changes = {"window": window, "ngram": ngram, "verification_set": guesses}
+        changes: dict[str, Any] = {"window": window, "ngram": ngram, "verification_set": guesses}
         measured = measure_cell(cell, prompts, max_new_tokens=max_new_tokens, **changes)
         on_progress("windows", number, len(windows))
         answers = tuple(answer for answer in measured.answers if answer.steps)

@@ -255,18 +255,33 @@ def measure_cell(
         done += 1
         on_progress(cell.name, done, len(prompts))
 
+    learned = is_learned(cell.artifact.recipe.speculation)
     with contextlib.closing(open_cell(cell.artifact, **changes)) as engine:
         on_progress(cell.name, 0, len(prompts))
-        found, rounds, wrong = answer_all(engine, prompts, max_new_tokens, stop_tokens, on_answer=on_answer)
+        counted = count(engine, prompts, max_new_tokens, stop_tokens, learned=learned, on_answer=on_answer)
+    return Measured(cell, *counted)
+
+
+def count(
+    engine: EmbeddedEngine,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    stop_tokens: frozenset[int],
+    *,
+    learned: bool,
+    on_answer: Callable[[], None] = lambda: None,
+) -> tuple[tuple[Answered, ...], tuple[str, ...], str, str]:
+    """(answers, contradictions, why the drafter is dead, what it drafts then) of ``engine`` on ``prompts``;
+    ``learned``: see :func:`is_learned`."""
+    found, rounds, wrong = answer_all(engine, prompts, max_new_tokens, stop_tokens, on_answer=on_answer)
     answers = []
     for prompt, answer in zip(prompts, found, strict=True):
         steps, problems = steps_of(prompt, answer, rounds.get(prompt.id, {}))
         answers.append(Answered(prompt.id, prompt.task, answer.tokens, steps))
         wrong += problems
-    learned = is_learned(cell.artifact.recipe.speculation)
     dead = "" if wrong else dead_drafter(answers, learned=learned)
     hint = shift_hint(prompts, found, rounds) if dead else ""
-    return Measured(cell, tuple(answers), tuple(wrong[:_MAX_CONTRADICTIONS]), dead, hint)
+    return tuple(answers), tuple(wrong[:_MAX_CONTRADICTIONS]), dead, hint
 
 
 # --------------------------------------------------------------------------- judging by the answer

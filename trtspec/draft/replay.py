@@ -136,7 +136,10 @@ class Probe:
         confidence, below = self.draft.confidence, children(self.draft)
         if confidence is None:
             raise ValueError("a dynamic tree is grown by the drafter's probabilities; these drafts have none")
-        values, levels, tokens, parents = [], [], [], []
+        values: list[float] = []
+        levels: list[int] = []
+        tokens: list[int] = []
+        parents: list[int] = []
         frontier: list[tuple[int, int]] = [(-1, -1)]
         """(node of the recorded draft, node of this tree)"""
         level = 0
