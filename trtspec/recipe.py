@@ -461,6 +461,21 @@ class Gates(_Mapping):
     """Tokens/s over the same weights without speculation: lower end of the interval."""
     min_speedup_over_baseline: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
     """Tokens/s over the 16-bit baseline without speculation: lower end of the interval."""
+    max_mean_kl: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    """Mean KL(16-bit baseline || target) of the next token's law, in nats: upper end of the interval."""
+    max_p99_kl: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
+    """99th percentile of that divergence over tokens, in nats: upper end of the interval."""
+    min_same_top_token: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of tokens whose most likely token is the 16-bit baseline's: lower end of the interval."""
+    max_task_loss: Annotated[float, Field(gt=0.0, le=0.5)] | None = None
+    """Largest loss of each task's score against the 16-bit baseline, as a share of 1: the interval of the
+    difference must lie above it. Tasks are those of ``verify --tasks`` and ``--lm-eval``, or else those that
+    ship with trtspec."""
+    max_retrieval_loss: Annotated[float, Field(gt=0.0, le=0.5)] | None = None
+    """The same for numbers hidden in long prompts: what a quantized KV cache still finds."""
+    max_degenerate_rise: Annotated[float, Field(gt=0.0, le=0.5)] | None = None
+    """The same for answers that are no text (empty, one token, a loop). null: only a rise beyond chance
+    fails."""
 
 
 class Recipe(_Mapping):
