@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("trtspec.cli.serve:serve", "Serve an engine with Triton."),
     "generate": ("trtspec.cli.serve:generate", "Generate text with a served engine, streamed."),
     "verify": ("trtspec.cli.verify:verify", "Check an engine: lossless, good enough, faster."),
+    "report": ("trtspec.cli.report:report", "Show a stored report; recheck its evidence."),
     "bench": ("trtspec.cli.bench:bench", "Measure speed side by side with peers, in one run."),
     "doctor": ("trtspec.cli.doctor:doctor", "Look at this machine: which backends can run, what is lacking."),
     "completion": ("trtspec.cli.completion:completion", "Print a shell completion script."),

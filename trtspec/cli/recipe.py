@@ -333,14 +333,21 @@ def _explain(name: str, as_json: bool) -> None:
 
 @click.command()
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print docs/recipes.md instead.")
+@click.option("--report", "of_report", is_flag=True, help="Print the JSON Schema of verify's report instead.")
 @click.option("-o", "--output", type=UserPath(), help="File to write (or overwrite).")
-def schema(as_markdown: bool, output: Path | None) -> None:
+def schema(as_markdown: bool, of_report: bool, output: Path | None) -> None:
     """Print the recipe's JSON Schema or its reference.
 
     Editors complete and check recipes with it: put
     `# yaml-language-server: $schema=recipe.schema.json` on the first line.
     """
+    if as_markdown and of_report:
+        raise InputError("--markdown and --report: one of them; the report's reference is docs/reports.md")
     text = markdown() if as_markdown else json.dumps(json_schema(), indent=2) + "\n"
+    if of_report:
+        from trtspec.verify.report_file import json_schema as report_schema
+
+        text = json.dumps(report_schema(), indent=2) + "\n"
     if output is None:
         click.echo(text, nl=False)
     else:

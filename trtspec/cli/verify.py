@@ -6,11 +6,16 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from trtspec.cli.output import Progress, UserPath, json_option, print_json
+from trtspec.cli.report import form_options, rendered
 from trtspec.errors import TrtspecError
+
+if TYPE_CHECKING:
+    from trtspec.verify.i18n import Lang
 
 _FILE = UserPath()
 
@@ -53,7 +58,19 @@ _FILE = UserPath()
 )
 @click.option("--quick", is_flag=True, help="Measure less: wider intervals, about half the time.")
 @click.option("-o", "--output", type=_FILE, help="Write the report as JSON to this file.")
-@click.option("--markdown", type=_FILE, help="Write the report as Markdown to this file.")
+@form_options
+@click.option(
+    "--bundle",
+    type=_FILE,
+    metavar="DIR",
+    help="Write report and raw records to this new folder; trtspec report --recheck DIR judges them again.",
+)
+@click.option(
+    "--against",
+    type=_FILE,
+    metavar="OLD",
+    help="A stored report or bundle on the same model: fail where this engine is significantly worse.",
+)
 @json_option
 @click.pass_context
 def verify(
@@ -72,6 +89,11 @@ def verify(
     quick: bool,
     output: Path | None,
     markdown: Path | None,
+    html: Path | None,
+    junit: Path | None,
+    lang: Lang,
+    bundle: Path | None,
+    against: Path | None,
     as_json: bool,
 ) -> int:
     """Check an engine: is speculation lossless, is quality kept, is it faster?
@@ -85,8 +107,11 @@ def verify(
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trtspec.artifact import open_artifact
+    from trtspec.folders import refuse_existing
     from trtspec.user_files import check_writable, write_user_file
     from trtspec.verify import protocol, render, report
+    from trtspec.verify.against import read_old, with_regressions
+    from trtspec.verify.bundle import write_bundle
     from trtspec.verify.settings import QUICK, Settings
 
     given = {
@@ -105,28 +130,39 @@ def verify(
         QUICK if quick else Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
-    for path in (output, markdown):
+    for path in (output, markdown, html, junit):
         if path is not None:
             check_writable(path)
+    if bundle is not None:
+        refuse_existing(bundle)
     # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
     built = open_artifact(engine, check_hashes=True)
+    old = None if against is None else read_old(against, source_digest=built.manifest.source.digest)
     with Progress(quiet=as_json) as progress:
         result = protocol.verify(
             built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
         )
+    if old is not None:
+        result = with_regressions(result, old, str(against))
     # The result is shown even where it cannot be written any more.
     unwritten: TrtspecError | None = None
+    bundle_digest = ""
     try:
         if output is not None:
             write_user_file(output, report.to_bytes(result))
-        if markdown is not None:
-            write_user_file(markdown, render.markdown(result).encode())
+        for path, content in rendered(result, lang, markdown=markdown, html=html, junit=junit):
+            write_user_file(path, content)
+        if bundle is not None:
+            bundle_digest = write_bundle(bundle, result)
     except TrtspecError as error:
         unwritten = error
     if as_json and unwritten is None:
-        print_json("verify", {"report": report.to_json(result)})
+        digest = {"bundle_sha256": bundle_digest} if bundle_digest else {}
+        print_json("verify", {"report": report.to_json(result), **digest})
     elif not as_json:
-        click.echo(render.terminal(result))
+        click.echo(render.terminal(result, lang=lang))
+        if bundle_digest:
+            click.echo(f"bundle: {bundle} (manifest sha256 {bundle_digest})")
         if output is not None and unwritten is None:
             click.echo(f"report: {output}")
     if unwritten is not None:

@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtspec.engine import Engine
-from trtspec.stats import Array, Interval, bootstrap, rate_interval, ratio_of_sums
+from trtspec.stats import Array, Interval, bootstrap, quantile, rate_interval, ratio_of_sums
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.records import Records, Row
 
 TAIL = 0.99
+_SHOWN = (0.5, 0.9, 0.95, 0.99, 0.999)
 MIN_TEXTS = 6
 """Below this a bootstrap over texts is too narrow to judge by."""
 MIN_TAIL_TOKENS = 500
@@ -133,6 +134,8 @@ def judge_divergence(
         tail_interval = few
     evidence = {"tokens": len(rows), "texts": len(texts), "mean_kl": mean, "p99_kl": tail, "same_top": share}
     evidence["max_kl"] = max(map(max, nats))
+    flat = [value for text in nats for value in text]
+    quantiles = {"kl_quantiles": {f"{q:g}": quantile(flat, q) for q in _SHOWN if len(flat) * (1 - q) >= 1}}
     over = f"over {len(rows)} tokens"
     measured = [
         (f"mean KL(baseline || target) {over}, in nats:", mean, mean_interval, "nats"),
@@ -152,7 +155,7 @@ def judge_divergence(
             n_unit="texts",
             unit=unit,
             how=how,
-            evidence=evidence,
+            evidence=evidence | (quantiles if name == "p99_kl" else {}),
             records=records,
         )
         if bound is not None and not math.isfinite(interval[0]):

@@ -134,7 +134,8 @@ def _detail(number: int, check: Check, say: Say) -> str:
     if check.how:
         parts.append(f"<p class='how'>{escape(say('how', text=check.how))}</p>")
     if check.evidence:
-        text = json.dumps(check_fields(check)["evidence"], indent=1, ensure_ascii=False)
+        found = {key: value for key, value in check_fields(check)["evidence"].items() if key != "raw"}
+        text = json.dumps(found, indent=1, ensure_ascii=False)
         parts.append(
             f"<details><summary>{escape(say('evidence'))}</summary>"
             f"<pre class='scroll' tabindex='0' lang='en'>{escape(text)}</pre></details>"

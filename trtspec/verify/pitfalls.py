@@ -243,7 +243,8 @@ def _number(value: object) -> float | None:
 def _has_key(value: object, wanted: str) -> bool:
     if isinstance(value, Mapping):
         return any(
-            (str(key).startswith(wanted) and inner is not None) or _has_key(inner, wanted)
+            (str(key) in (wanted, f"{wanted}_ms", f"{wanted}_s") and inner is not None)
+            or _has_key(inner, wanted)
             for key, inner in value.items()
         )
     return isinstance(value, (list, tuple)) and any(_has_key(inner, wanted) for inner in value)

@@ -98,7 +98,7 @@ def _tasks(check: Check, say: Say) -> Figure | None:
     labels = [task_title(name, say) for name, _ in found]
     low, high = 1.0, max(1.0, *(value for _, value in found)) * 1.05
     axes = _Axes(
-        (low, max(high, 1.1)), (0.0, float(len(found))), height=_BOTTOM + 30 + 24 * len(found), left=104
+        (low, max(high, 1.1)), (0.0, float(len(found))), height=_BOTTOM + 8 + 24 * len(found), left=104, top=8
     )
     body = []
     for number, (label, (_, value)) in enumerate(zip(labels, found, strict=True)):
@@ -156,7 +156,11 @@ def _forest(
     low, high = min(everything), max(everything)
     room = 0.08 * ((high - low) or 1.0)
     axes = _Axes(
-        (low - room, high + room), (0.0, float(len(rows))), height=_TOP + _BOTTOM + 38 * len(rows), left=18
+        (low - room, high + room),
+        (0.0, float(len(rows))),
+        height=_BOTTOM + 8 + 38 * len(rows),
+        left=18,
+        top=8,
     )
     body = [_line("one", axes.x(1), axes.x(1), axes.top, axes.bottom)]
     texts, table = [], []

@@ -24,6 +24,7 @@ from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
 from trtspec.verify import approximate, load, lossless, quality
 from trtspec.verify.bundle import Bundle, open_bundle
+from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.lossless_verdict import Comparison, NearMissRun, judge
 from trtspec.verify.near_misses import misses_from, refusals
@@ -214,6 +215,8 @@ def rejudge(records: Records) -> list[Check]:
             return [_lossless(arguments, tables)]
         case "quality":
             return [_quality(arguments, tables["tokens"])]
+        case "divergence":
+            return judge_divergence(tables["tokens"], **arguments)
         case "acceptance":
             return [load.check_acceptance(answers_from(tables["requests"]), **arguments)]
         case "speed":

@@ -108,7 +108,7 @@ class ReportFile(_File):
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a report file, as published in ``docs/report-schema.json``."""
     schema = ReportFile.model_json_schema(by_alias=True)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": SCHEMA}
 
 
 def read_report(path: Path) -> Report:
