@@ -127,12 +127,10 @@ def _edit(text: str, edits: Mapping[Keys, Any]) -> str | None:
         name, shown = keys[-1], json.dumps(value, ensure_ascii=False)
         _, node = _entry(section, name)
         if node is not None:
-            start, end = node.start_mark.index, node.end_mark.index
-            old = text[start:end]
-            kept = old[len(old.rstrip()) :]
+            start, end = node.start_mark.index, _end(node)
             if isinstance(node, yaml.SequenceNode) and not node.flow_style:
                 shown, start = f" {shown}", len(text[:start].rstrip())
-            pieces.append((start, end - len(kept), shown))
+            pieces.append((start, end, shown))
         elif section.flow_style:
             end = section.value[0][1].end_mark.index
             pieces.append((end, end, f", {name}: {shown}"))
@@ -144,6 +142,13 @@ def _edit(text: str, edits: Mapping[Keys, Any]) -> str | None:
     for start, end, shown in sorted(pieces, reverse=True):
         text = text[:start] + shown + text[end:]
     return text
+
+
+def _end(node: yaml.Node) -> int:
+    """Where the value ends; a block's own end mark is behind the comments that follow it."""
+    if isinstance(node, yaml.SequenceNode) and not node.flow_style and node.value:
+        return _end(node.value[-1])
+    return int(node.end_mark.index)
 
 
 def _entry(section: Any, key: str) -> tuple[Any, Any]:
