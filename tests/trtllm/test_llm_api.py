@@ -250,6 +250,7 @@ def test_the_serving_flag_of_each_version(version: str) -> None:
         {"a": None, "b": True, "c": 1, "d": 0.5, "e": [1, "2", None], "f": {"g": {"h": 1}}},
         {"path": "${HEADS_DIR}", "plain": "speculative_model", "empty": {}, "date": "2026-01-01", "y": "y"},
         {"octal": "0x10", "float": "1e3", "infinity": ".inf", "tilde": "~", "dash": "-", "list": "- a"},
+        {"path": "/m/😀 'é' \"b\"", "list": ["😀"]},
     ],
 )
 def test_yaml_reads_back_as_what_was_written(value: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import load_recipe, parse_recipe
@@ -68,7 +70,7 @@ def bash(script: str, *options: str, **more: Any) -> Done:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Runs a plan's script in a folder whose name is awkward."""
-    tools, work = tmp_path / "tools", tmp_path / "a $HOME `x` \"b\" 'c'"
+    tools, work = tmp_path / "tools", tmp_path / "a $HOME `x` b: #{c} 'd' 😀"
     for folder in (tools, work / "model", work / "heads", work / "draft"):
         folder.mkdir(parents=True)
     for name, text in (
@@ -206,6 +208,43 @@ def test_files_arrive_as_they_were_rendered(recipe: Recipe, run: Run, tmp_path: 
         assert (folder / name).read_text() == text, name
     made = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert plan.files.keys() <= made
+
+
+@pytest.mark.parametrize("mark", ['"', "\\", "\n", "\x1b", "\x7f"])
+def test_folders_that_the_files_cannot_hold_are_refused(mark: str, run: Run, tmp_path: Path) -> None:
+    plan = plan_commands(EAGLE3, "1.2.1")
+    for variable in ("MODEL_DIR", "HEADS_DIR", "WORK_DIR"):
+        folder = tmp_path / f"{variable}{mark}"
+        folder.mkdir()
+        done = run(plan, **{variable: str(folder)})
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith(f"error: {variable}: a quote, ")
+    assert calls(tmp_path) == []
+    # The broken variant: without the refusal the file says something else, or nothing.
+    text = plan.files[LLM_API_FILE]
+    good, bad = text.replace("${HEADS_DIR}", "/h"), text.replace("${HEADS_DIR}", f"/h{mark}t: 1")
+    assert yaml.safe_load(good)["speculative_config"]["speculative_model"] == "/h"
+    with contextlib.suppress(yaml.YAMLError):
+        assert yaml.safe_load(bad)["speculative_config"]["speculative_model"] != f"/h{mark}t: 1"
+
+
+def test_a_quote_is_no_matter_where_no_file_holds_it(run: Run, tmp_path: Path) -> None:
+    plan = plan_commands(load_recipe(RECIPES / "vicuna-7b-fp16-eagle-tensorrt.yaml"), "1.2.1")
+    assert not plan.files
+    (tmp_path / 'a "b" \\').mkdir()
+    built = BUILT.replace("63", "99").replace("8", "16")
+    assert run(plan, HEADS_DIR=str(tmp_path / 'a "b" \\'), BUILT=built).returncode == 0
+
+
+def test_relative_folders_become_absolute(run: Run, tmp_path: Path) -> None:
+    """Triton and trtllm-serve start elsewhere."""
+    plan = plan_commands(EAGLE3, "1.2.1")
+    done = run(plan, MODEL_DIR="model", HEADS_DIR="heads", WORK_DIR="out")
+    assert (done.returncode, done.stderr) == (0, "")
+    here = out(tmp_path).parent
+    options = yaml.safe_load((here / "out" / LLM_API_FILE).read_text())
+    assert options["speculative_config"]["speculative_model"] == str(here / "heads")
+    assert f"<{here}/model>" in calls(tmp_path)[0]
 
 
 def test_text_that_is_bash_stays_text(run: Run, tmp_path: Path) -> None:

@@ -273,4 +273,5 @@ def to_yaml(mapping: Mapping[str, Any], indent: int = 0) -> str:
 def _scalar(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
         return value
-    return json.dumps(value)
+    # Not ASCII only: JSON escapes characters beyond 16 bits as two, which YAML reads as two.
+    return json.dumps(value, ensure_ascii=False)

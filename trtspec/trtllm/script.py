@@ -55,7 +55,7 @@ def render_script(plan: TrtllmPlan) -> str:
 def _parts(plan: TrtllmPlan) -> Iterator[list[str]]:
     yield ["#!/usr/bin/env bash", *_comments(plan)]
     yield ["set -euo pipefail"]
-    yield [*_variables(plan), 'mkdir -p -- "${WORK_DIR}"']
+    yield _variables(plan)
     yield _version_check(plan)
     if any(command.program == "trtspec quantize" for command in plan.commands):
         yield _refusal(
@@ -109,16 +109,29 @@ def _variables(plan: TrtllmPlan) -> list[str]:
         "DRAFT_DIR": ("the draft model's checkpoint", _draft_source(recipe)),
         "HEADS_DIR": ("the trained heads", _heads_source(recipe)),
     }
+    written = "".join(plan.files.values())
     lines = []
     for name, (what, source) in needed.items():
         if name in used:
             message = f"error: set {name} to {what}: the folder of {source}"
             lines += _refusal(f'[ -d "${{{name}:-}}" ]', message, status=2)
+            lines += _folder(name, f"${{{name}}}" in written)
     lines.append(f': "${{WORK_DIR:=${{PWD}}/{plan.recipe.name}}}"')
+    lines += [*_folder("WORK_DIR", "${WORK_DIR}" in written), 'mkdir -p -- "${WORK_DIR}"']
     if "EXAMPLES_DIR" in used:
         lines.append(f': "${{EXAMPLES_DIR:={EXAMPLES_DIR}}}"')
     if "CALIB_DATASET" in used:
         lines.append(': "${CALIB_DATASET:=cnn_dailymail}"')
+    return lines
+
+
+def _folder(name: str, written: bool) -> list[str]:
+    """``name`` made absolute, since servers start elsewhere than this script; where files are ``written``
+    with it, YAML and Triton's configuration hold it between double quotes as it is."""
+    lines = [f'[[ "${{{name}}}" = /* ]] || {name}="${{PWD}}/${{{name}}}"']
+    if written:
+        message = f"error: {name}: a quote, a backslash or a control character in the path; rename the folder"
+        lines += _refusal(f'[[ "${{{name}}}" != *[\\"\\\\[:cntrl:]]* ]]', message, status=2)
     return lines
 
 

@@ -29,14 +29,17 @@ set -euo pipefail
   echo 'error: set MODEL_DIR to the 16-bit checkpoint: the folder of meta-llama/Llama-3.1-70B-Instruct' >&2
   exit 2
 }
+[[ "${MODEL_DIR}" = /* ]] || MODEL_DIR="${PWD}/${MODEL_DIR}"
 [ -d "${DRAFT_DIR:-}" ] || {
   echo 'error: set DRAFT_DIR to the draft model'"'"'s checkpoint: the folder of meta-llama/Llama-3.2-1B-Instruct' >&2
   exit 2
 }
+[[ "${DRAFT_DIR}" = /* ]] || DRAFT_DIR="${PWD}/${DRAFT_DIR}"
 : "${WORK_DIR:=${PWD}/llama-3.1-70b-fp8-draft-model-tensorrt}"
+[[ "${WORK_DIR}" = /* ]] || WORK_DIR="${PWD}/${WORK_DIR}"
+mkdir -p -- "${WORK_DIR}"
 : "${EXAMPLES_DIR:=/app/tensorrt_llm/examples}"
 : "${CALIB_DATASET:=cnn_dailymail}"
-mkdir -p -- "${WORK_DIR}"
 
 found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {
   echo 'error: TensorRT-LLM is not installed here, or does not load (above)' >&2

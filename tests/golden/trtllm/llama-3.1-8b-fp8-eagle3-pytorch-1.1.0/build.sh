@@ -16,11 +16,18 @@ set -euo pipefail
   echo 'error: set MODEL_DIR to the 16-bit checkpoint: the folder of meta-llama/Llama-3.1-8B-Instruct' >&2
   exit 2
 }
+[[ "${MODEL_DIR}" = /* ]] || MODEL_DIR="${PWD}/${MODEL_DIR}"
 [ -d "${HEADS_DIR:-}" ] || {
   echo 'error: set HEADS_DIR to the trained heads: the folder of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B' >&2
   exit 2
 }
+[[ "${HEADS_DIR}" = /* ]] || HEADS_DIR="${PWD}/${HEADS_DIR}"
+[[ "${HEADS_DIR}" != *[\"\\[:cntrl:]]* ]] || {
+  echo 'error: HEADS_DIR: a quote, a backslash or a control character in the path; rename the folder' >&2
+  exit 2
+}
 : "${WORK_DIR:=${PWD}/llama-3.1-8b-fp8-eagle3-pytorch}"
+[[ "${WORK_DIR}" = /* ]] || WORK_DIR="${PWD}/${WORK_DIR}"
 mkdir -p -- "${WORK_DIR}"
 
 found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {

@@ -18,7 +18,9 @@ set -euo pipefail
   echo 'error: set MODEL_DIR to the 16-bit checkpoint: the folder of meta-llama/Llama-3.1-8B-Instruct' >&2
   exit 2
 }
+[[ "${MODEL_DIR}" = /* ]] || MODEL_DIR="${PWD}/${MODEL_DIR}"
 : "${WORK_DIR:=${PWD}/llama-3.1-8b-w4a16-ngram-pytorch}"
+[[ "${WORK_DIR}" = /* ]] || WORK_DIR="${PWD}/${WORK_DIR}"
 mkdir -p -- "${WORK_DIR}"
 
 found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {

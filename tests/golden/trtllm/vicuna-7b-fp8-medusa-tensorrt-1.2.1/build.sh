@@ -23,14 +23,17 @@ set -euo pipefail
   echo 'error: set MODEL_DIR to the 16-bit checkpoint: the folder of lmsys/vicuna-7b-v1.3' >&2
   exit 2
 }
+[[ "${MODEL_DIR}" = /* ]] || MODEL_DIR="${PWD}/${MODEL_DIR}"
 [ -d "${HEADS_DIR:-}" ] || {
   echo 'error: set HEADS_DIR to the trained heads: the folder of FasterDecoding/medusa-vicuna-7b-v1.3' >&2
   exit 2
 }
+[[ "${HEADS_DIR}" = /* ]] || HEADS_DIR="${PWD}/${HEADS_DIR}"
 : "${WORK_DIR:=${PWD}/vicuna-7b-fp8-medusa-tensorrt}"
+[[ "${WORK_DIR}" = /* ]] || WORK_DIR="${PWD}/${WORK_DIR}"
+mkdir -p -- "${WORK_DIR}"
 : "${EXAMPLES_DIR:=/app/tensorrt_llm/examples}"
 : "${CALIB_DATASET:=cnn_dailymail}"
-mkdir -p -- "${WORK_DIR}"
 
 found=$(python3 -c 'import tensorrt_llm; print(tensorrt_llm.__version__)' | tail -n 1) || {
   echo 'error: TensorRT-LLM is not installed here, or does not load (above)' >&2
