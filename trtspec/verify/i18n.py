@@ -120,7 +120,6 @@ TEXTS: dict[str, tuple[str, str]] = {
     # the page
     "title": ("Verification of {name}", "{name} 的验证报告"),
     "contents": ("Contents", "目录"),
-    "in-short": ("In short", "摘要"),
     "details": ("Check by check", "逐项说明"),
     "evidence": ("Evidence", "证据"),
     "numbers": ("Numbers", "数据"),
@@ -171,7 +170,6 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.latency": ("Time of a request", "请求用时"),
     "plot.latency.x": ("seconds, prompt included", "秒，含提示处理"),
     "plot.latency-of": ("Distribution of {metric}", "{metric} 的分布"),
-    "plot.latency.y": ("share of requests at most", "不超过该值的请求占比"),
     "plot.latency.text": ("Median of {name}: {value}.", "{name} 的中位数：{value}。"),
     "plot.margins": ("Divergences and rounding noise: {name}", "分歧与舍入噪声：{name}"),
     "plot.margins.x": ("gap between the two tokens, nats", "两词元之差（奈特）"),
@@ -189,7 +187,6 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.matrix.text": ("{rows} rows, {columns} columns.", "{rows} 行，{columns} 列。"),
     "plot.matrix.corner": ("quantization / drafting", "量化 / 草稿"),
     "plot.position": ("position", "位置"),
-    "plot.value": ("value", "值"),
     "plot.prompt": ("prompt", "提示"),
     "plot.token": ("token", "词元"),
     "plot.gap": ("gap", "差"),

@@ -37,9 +37,10 @@ def junit(report: Report, lang: Lang = "en") -> str:
     for check in report.checks:
         case = _case(checks, report.recipe_name, check.name)
         text = "\n".join([check.summary, *check.details, *check.warnings, check.how]).strip()
-        _result(case, check, say(check.verdict.name), text)
-        title = check_title(check.name, say)
-        ElementTree.SubElement(case, "system-out").text = _clean(f"{title}\n{text}".strip())
+        word = say(check.verdict.name)
+        _result(case, check, word, text)
+        head = say("item", name=check_title(check.name, say) or check.name, text=word)
+        ElementTree.SubElement(case, "system-out").text = _clean(f"{head}\n{text}".strip())
     _count(checks)
     suite = ElementTree.SubElement(root, "testsuite", name=f"{_clean(report.recipe_name)}.pitfalls")
     for one in pitfalls(report):
