@@ -56,7 +56,7 @@ def test_candidates_sort_before_their_release() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1.2", ">=", ">=x", "~=1.2", ">=1.2,", ">=1.2.3.4", ">=1.0 <2", ">= 1.0 rc1"]
+    "text", ["", "1.2", ">=", ">=x", "~=1.2", ">=1.2,", ">=1.2.3.4", ">=١.٢", ">=1.0 <2", ">= 1.0 rc1"]
 )
 def test_what_is_no_range(text: str) -> None:
     with pytest.raises(ValueError, match="found"):

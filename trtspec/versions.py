@@ -14,7 +14,7 @@ _RELEASE = 10**6  # sorts a release after all of its candidates
 _LOWEST: Version = (0, 0, 0, 0)
 _HIGHEST: Version = (10**6, 0, 0, 0)
 
-_VERSION = re.compile(r"(\d{1,4})(?:\.(\d{1,4}))?(?:\.(\d{1,4}))?(?:\.?rc(\d{1,4}))?")
+_VERSION = re.compile(r"(\d{1,4})(?:\.(\d{1,4}))?(?:\.(\d{1,4}))?(?:\.?rc(\d{1,4}))?", re.ASCII)
 
 
 def parse_version(text: str) -> Version:

@@ -27,7 +27,16 @@ def test_engines_end_with_1_2_1_and_the_llm_api_begins_with_1_0() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "nearest"), [("0.18.0", "0.17.0"), ("1.2.0", "1.2.1"), ("1.3.0", "1.3.0rc27"), ("2.0", "1.0.0")]
+    ("asked", "nearest"),
+    [
+        ("0.18.0", "0.17.0"),
+        ("1.2.0", "1.2.1"),
+        ("1.3.0", "1.3.0rc27"),
+        ("2.0", "1.4.0rc4"),  # nearest by its numbers alone would be 1.0.0
+        ("9", "1.4.0rc4"),
+        ("0.1", "0.17.0"),
+        ("0.99", "0.21.0"),
+    ],
 )
 def test_an_unknown_version_is_refused_with_the_nearest(asked: str, nearest: str) -> None:
     assert nearest_version(asked) == nearest

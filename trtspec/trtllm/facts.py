@@ -183,9 +183,12 @@ def load_facts(version: str) -> Facts:
 
 
 def nearest_version(version: str) -> str:
-    """The known version closest to ``version`` in its numbers; of two equally close ones the older."""
+    """Of the known versions next to ``version``, below and above, the one that differs in a later number, or
+    by less; beyond the newest it is the newest."""
     wanted = parse_version(version)
-    return min(VERSIONS, key=lambda known: _distance(parse_version(known), wanted))
+    below = [known for known in VERSIONS if parse_version(known) <= wanted]
+    above = [known for known in VERSIONS if parse_version(known) > wanted]
+    return min((*below[-1:], *above[:1]), key=lambda known: _distance(parse_version(known), wanted))
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
