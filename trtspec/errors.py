@@ -43,7 +43,13 @@ class Problem:
         place = self.file or ""
         if self.file and self.line is not None:
             place = f"{self.file}:{self.line}"
-        return ": ".join(part for part in (place, self.key or "", self.message) if part)
+        text = ": ".join(part for part in (place, self.key or "", self.message) if part)
+        # What is wrong at a place is told in one line; and messages hold words of other people's files,
+        # which must not steer a terminal.
+        kept = "" if place or self.key else "\n\t"
+        return "".join(
+            c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text
+        )
 
 
 class TrtspecError(Exception):
