@@ -15,8 +15,12 @@ from tiny import make_tiny_model
 from trtspec.artifact import open_artifact, seal
 from trtspec.build import build
 from trtspec.cli import main
+from trtspec.draft.acceptance import summarize
+from trtspec.draft.choose import choose
+from trtspec.draft.measure import cells, measure_cell
 from trtspec.draft.rewrite import has_relative_paths, rewrite
 from trtspec.errors import InputError
+from trtspec.prompts import Prompt
 from trtspec.recipe_file import load_recipe, parse_recipe, recipe_digest
 
 RECIPE = """\
@@ -266,3 +270,89 @@ def test_relative_paths_follow_the_recipe(tmp_path: Path) -> None:
     assert found.comments_kept
     assert has_relative_paths(found.recipe)
     assert not has_relative_paths(parse_recipe(TREE.replace("./m", "owner/name").replace("../h", "/h")))
+
+
+# --------------------------------------------------------------------------- every kind of heads
+
+KINDS = {
+    "medusa": "{kind: medusa, heads: heads}",
+    "medusa with choices": "{kind: medusa, heads: heads, choices: [[0], [1], [0, 0]]}",
+    "eagle": "{kind: eagle, heads: heads, depth: 3, top_k: 2, num_draft_tokens: 5}",
+    "eagle with choices": "{kind: eagle, heads: heads, depth: 2, choices: [[0], [1], [0, 0]]}",
+    "eagle3": "{kind: eagle3, heads: heads, num_draft_tokens: 3}",
+    "eagle3 with a tree": "{kind: eagle3, heads: heads, num_draft_tokens: 6, top_k: 2, depth: 3}",
+    "lookahead": "{kind: lookahead, window: 3, ngram: 3, verification_set: 3}",
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_every_kind_gets_a_choice_that_its_recipe_can_hold(tmp_path: Path, name: str) -> None:
+    """Heads of random weights: what is chosen matters little, that it is a recipe matters."""
+    make_tiny_model(tmp_path / "model", layers=4)
+    random_heads(tmp_path / "heads", name.split()[0])
+    text = (
+        "version: 1\nname: tiny\nmodel: {source: model}\nbackend: {kind: embedded, dtype: float32}\n"
+        f"speculation: {KINDS[name]}\n"
+        "limits: {max_batch_size: 4, max_input_tokens: 128, max_seq_tokens: 256, max_num_tokens: 64}\n"
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    cell = cells(open_artifact(build(path, tmp_path / "engines").folder))[-1]
+    prompts = [Prompt(f"p{at}", (at + 3, 4, 5, at + 3, 4, 5)) for at in range(4)]
+    measured = measure_cell(cell, prompts, max_new_tokens=16)
+    assert measured.contradictions == ()
+    found = choose(cell, prompts, max_new_tokens=16)
+    own, replayed = summarize(measured.answers).length.value, found.replayed.length.value
+    assert replayed == pytest.approx(own)
+    assert found.none.length == 1.0
+    for option in (found.current, found.best, *found.options):
+        assert option.changes is not None
+        assert option.tokens_per_s.value > 0
+        again = rewrite(text, option.changes, None, tmp_path)
+        assert again.comments_kept
+
+
+def random_heads(folder: Path, kind: str) -> None:
+    folder.mkdir()
+    if kind == "lookahead":
+        return
+    generator = torch.Generator().manual_seed(3)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    third = kind == "eagle3"
+    config: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": 1}
+    tensors = {f"{head}.0.linear.weight": 0.1 * weight(64, 64) for head in range(2)}
+    if kind != "medusa":
+        config = {
+            "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 16, "vocab_size": 320, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "num_hidden_layers": 1,
+        }  # fmt: skip
+        p, width = "layers.0.", 128 if third else 64
+        tensors = {
+            f"{p}self_attn.q_proj.weight": weight(64, width),
+            f"{p}self_attn.k_proj.weight": weight(32, width),
+            f"{p}self_attn.v_proj.weight": weight(32, width),
+            f"{p}self_attn.o_proj.weight": weight(64, 64),
+            f"{p}mlp.gate_proj.weight": weight(96, 64),
+            f"{p}mlp.up_proj.weight": weight(96, 64),
+            f"{p}mlp.down_proj.weight": weight(64, 96),
+            f"{p}post_attention_layernorm.weight": torch.ones(64),
+            "fc.weight": weight(64, (3 if third else 2) * 64),
+        }
+    if third:
+        config |= {
+            "draft_vocab_size": 200,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        }
+        tensors |= {
+            "layers.0.input_layernorm.weight": torch.ones(64),
+            "layers.0.hidden_norm.weight": torch.ones(64),
+            "norm.weight": torch.ones(64),
+            "lm_head.weight": weight(200, 64),
+            "d2t": torch.arange(200) // 2,
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")

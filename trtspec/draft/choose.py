@@ -246,7 +246,7 @@ def choose(
         on_progress("a large draft behind every token", done, len(prompts))
 
     timed = _median_prompt(prompts)
-    with contextlib.closing(open_cell(cell.artifact, **_probing(speculation))) as engine:
+    with contextlib.closing(open_cell(cell.artifact, verified=False, **_probing(speculation))) as engine:
         medusa = engine._drafter if isinstance(engine._drafter, MedusaDrafter) else None
         current = current_shape(speculation, medusa.num_heads if medusa else 0)
         if medusa:

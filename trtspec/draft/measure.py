@@ -36,6 +36,7 @@ from trtspec.recipe import (
     Recipe,
     Speculation,
 )
+from trtspec.recipe_facts import drafted_positions
 from trtspec.recipe_file import load_recipe, recipe_digest
 from trtspec.ruler import Answer, run
 from trtspec.text import Tokenizer
@@ -196,10 +197,22 @@ def _draft_source(artifact: Artifact) -> Path | str:
 # --------------------------------------------------------------------------- running
 
 
-def open_cell(artifact: Artifact, **changes: Any) -> EmbeddedEngine:
-    """The engine of ``artifact`` with ``changes`` of its speculation (:func:`with_speculation`)."""
+def open_cell(artifact: Artifact, *, verified: bool = True, **changes: Any) -> EmbeddedEngine:
+    """The engine of ``artifact`` with ``changes`` of its speculation (:func:`with_speculation`).
+
+    ``verified``: with so few sequences in a batch that a step has rows for all of their drafts; else those of
+    some would be cut, and what is measured would depend on the batch.
+    """
+    recipe = with_speculation(artifact.recipe, **changes)
+    limits = recipe.limits
+    if verified:
+        batch = limits.max_num_tokens // (1 + drafted_positions(recipe.speculation))
+        batch = max(1, min(limits.max_batch_size, batch))
+        recipe = recipe.model_copy(
+            update={"limits": limits.model_copy(update={"max_batch_size": batch, "kv_cache_bytes": None})}
+        )
     return open_embedded(
-        with_speculation(artifact.recipe, **changes),
+        recipe,
         artifact.target_dir,
         draft_dir=artifact.draft_dir,
         heads_dir=artifact.heads_dir,
