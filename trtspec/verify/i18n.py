@@ -335,8 +335,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "没有得出定论的、要求拒绝草稿的逐词元比较",
     ),
     "pitfall.lazy-lossless.run": (
-        "trtspec verify {engine} where two copies of the weights in float64 fit",
-        "在能容纳两份 float64 权重的机器上运行 trtspec verify {engine}",
+        "trtspec verify {engine} with more and longer answers, where two copies of the weights in float64 fit",
+        "在能容纳两份 float64 权重的机器上，以更多更长的回答运行 trtspec verify {engine}",
     ),
     "pitfall.untuned-draft": ("Draft length or tree not tuned", "草稿长度或树未调优"),
     "pitfall.untuned-draft.yes": ("{check} has scanned others", "{check} 扫描了其他取值"),

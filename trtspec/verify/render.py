@@ -9,10 +9,11 @@ import re
 import shlex
 import textwrap
 import unicodedata
+from collections.abc import Mapping
 
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import TEXTS, Lang, Say, check_title, speaker
-from trtspec.verify.report import VERDICT_WORDS, Report, pitfalls
+from trtspec.verify.report import VERDICT_WORDS, Report, pitfalls, plain
 
 _VERDICT_WIDTH = 13
 _NAMES_WIDTH = 22
@@ -129,10 +130,15 @@ def unit(name: str, say: Say) -> str:
 def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str]]:
     """What the report ran on: (label, value). ``quote`` goes around what can be pasted."""
 
-    def listed(values: object) -> str:
-        return (
-            ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, dict) else ""
+    def listed(values: Mapping[str, object]) -> str:
+        """What is set; what is None or empty is in the JSON."""
+        shown = ((name, plain(value)) for name, value in values.items())
+        texts = (
+            f"{name} {'; '.join(map(str, value)) if isinstance(value, list) else value}"
+            for name, value in shown
+            if value is not None and value != []
         )
+        return ", ".join(texts)
 
     word = "strict" if report.fidelity == "strict" else "approximate-word"
     rows = [
@@ -142,10 +148,10 @@ def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str
         (say("source-digest"), f"{quote}{report.source_digest}{quote}"),
         (say("date"), f"{report.created}, {say('duration', seconds=f'{report.seconds:.0f}')}"),
         (say("command"), f"{quote}{shlex.join(report.argv)}{quote}"),
-        (say("machine"), listed(dict(report.machine))),
-        (say("versions"), listed(dict(report.tools))),
-        (say("built-with"), listed(dict(report.built_with))),
-        (say("settings"), listed(dict(report.settings))),
+        (say("machine"), listed(report.machine)),
+        (say("versions"), listed(report.tools)),
+        (say("built-with"), listed(report.built_with)),
+        (say("settings"), listed(report.settings)),
     ]
     return [(label, value) for label, value in rows if value]
 
