@@ -21,7 +21,8 @@ HOSTILE = "Foo\nerror: all is well\x1b[2J\r\u202e\ud800 日本 é"
 def test_a_problem_at_a_place_is_one_printable_line(problem: Problem) -> None:
     assert str(problem).isprintable()
     assert "日本 é" in str(problem)
-    assert "\\n" in str(problem) and "\\x1b[2J" in str(problem)
+    assert "\\n" in str(problem)
+    assert "\\x1b[2J" in str(problem)
 
 
 def test_a_message_without_a_place_keeps_its_lines_only() -> None:

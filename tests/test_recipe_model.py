@@ -7,6 +7,7 @@ Messages are written out as a user reads them, hence the long lines.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,43 @@ def test_another_architecture_is_only_noted_for_a_gpu_backend(folder: Path, caps
     note = capsys.readouterr().out.splitlines()[1]
     assert note.startswith("r.yaml:4: note: model.source: ")
     assert "'MixtralForCausalLM'" in note
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("null", "model/config.json: holds null; a mapping is needed"),
+        ("NaN", "model/config.json: holds a number; a mapping is needed"),
+        ('{"a":', "model/config.json: is not JSON: Expecting value: line 1 column 6 (char 5)"),
+        (None, "model/config.json: missing; the folder is not a Hugging Face checkpoint"),
+    ],
+)
+def test_what_no_backend_can_read_is_an_error_for_every_one(
+    content: str | None, what: str, folder: Path
+) -> None:
+    path = folder / "model" / "config.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    for text in (HEAD, TENSORRT):
+        assert said(text, folder) == [f"r.yaml:4: model.source: {folder}/{what} [model-checkpoint]"]
+    path.write_text("{}")
+    assert "architectures: None is not supported" in said(TENSORRT, folder)[0]
+
+
+def test_a_file_is_no_checkpoint(folder: Path) -> None:
+    (folder / "file").write_text("x")
+    (folder / "pipe").parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / "pipe")
+    for name in ("file", "pipe", str(folder / "file")):
+        for text in (HEAD, TENSORRT):
+            line = said(text.replace("source: model", f"source: {name}"), folder)
+            assert line == [
+                f"r.yaml:4: model.source: {folder / name}: is a file; name the folder of the checkpoint "
+                "[model-checkpoint]"
+            ]
+    for name in ("absent", "~nosuchuser/x", "file/x", "x" * 300):
+        assert said(HEAD.replace("source: model", f"source: {name}"), folder) == []
 
 
 def test_problems_of_recipe_and_model_come_together(folder: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.model_source import find_model
-from trtspec.modelspec import ModelSpec, linear_modules, read_modelspec
+from trtspec.modelspec import CONFIG, ModelSpec, linear_modules, read_modelspec
 from trtspec.recipe import (
     DraftModelSpeculation,
     Limits,
@@ -27,7 +27,8 @@ from trtspec.recipe import (
     W4A16AwqQuantization,
 )
 from trtspec.recipe_rules import Finding, Rule
-from trtspec.user_files import read_user_json
+from trtspec.tensor_headers import read_json
+from trtspec.user_files import read_user_json, shown_path, user_path
 
 FUSED_INPUTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -73,6 +74,10 @@ def look(recipe: Recipe, base: Path) -> Look:
     for path, model, quantized_by, quantization in wanted:
         where = (*path, "source")
         folder = find_model(model.source, base, model.revision)
+        if folder is None and (file := _file_of(model.source, base)) is not None:
+            wrong = Problem("is a file; name the folder of the checkpoint", file=shown_path(file))
+            checkpoints.append(Checkpoint(path, quantized_by, quantization, file, None, (wrong,)))
+            continue
         if folder is None:
             how = ""
             if model.source.startswith("sample:"):
@@ -84,11 +89,27 @@ def look(recipe: Recipe, base: Path) -> Look:
             spec = read_modelspec(folder)
         except InputError as error:
             problems = error.problems
-            if recipe.backend.kind != "embedded":
+            if recipe.backend.kind != "embedded" and _names_architecture(folder):
                 notes += [(where, f"{problem}; {UNCHECKED}") for problem in problems]
                 continue
         checkpoints.append(Checkpoint(path, quantized_by, quantization, folder, spec, problems))
     return Look(tuple(checkpoints), tuple(notes))
+
+
+def _file_of(source: str, base: Path) -> Path | None:
+    """The file that ``source`` names instead of a folder, if it does."""
+    try:
+        path = base / user_path(source)
+        return path if path.exists() and not path.is_dir() else None
+    except (OSError, InputError):
+        return None
+
+
+def _names_architecture(folder: Path) -> bool:
+    """Whether config.json can be read and says what the model is, so that TensorRT-LLM may know it."""
+    config = read_json(folder / CONFIG, [])
+    names = None if config is None else config.get("architectures")
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str)
 
 
 UNCHECKED = "its group sizes, positions and vocabulary were not checked"
@@ -205,7 +226,7 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
 
 def _readable(recipe: Recipe, found: Look) -> Iterator[Finding]:
     """The embedded engine runs Llama, Mistral, Qwen2 and Qwen3 decoders; config.json says what a model is.
-    With a GPU backend an unknown architecture is only noted.
+    With a GPU backend only what no backend could read is an error; the rest is noted.
     """
     for checkpoint in found.checkpoints:
         for problem in checkpoint.problems:

@@ -17,6 +17,10 @@ _MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library reads at most."""
 _MAX_DIMENSIONS = 8
 
+_JSON_NAMES = {
+    list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
+    type(None): "null",
+}  # fmt: skip
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -207,6 +211,6 @@ def read_json(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(Problem(str(error)))
         return None
     if not isinstance(value, dict):
-        problems.append(Problem(f"holds a {type(value).__name__}; a mapping is needed", file=str(path)))
+        problems.append(Problem(f"holds {_JSON_NAMES[type(value)]}; a mapping is needed", file=str(path)))
         return None
     return value
