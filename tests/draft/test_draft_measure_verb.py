@@ -279,7 +279,6 @@ KINDS = {
     "medusa with choices": "{kind: medusa, heads: heads, choices: [[0], [1], [0, 0]]}",
     "eagle": "{kind: eagle, heads: heads, depth: 3, top_k: 2, num_draft_tokens: 5}",
     "eagle with choices": "{kind: eagle, heads: heads, depth: 2, choices: [[0], [1], [0, 0]]}",
-    "eagle3": "{kind: eagle3, heads: heads, num_draft_tokens: 3}",
     "eagle3 with a tree": "{kind: eagle3, heads: heads, num_draft_tokens: 6, top_k: 2, depth: 3}",
     "lookahead": "{kind: lookahead, window: 3, ngram: 3, verification_set: 3}",
 }

@@ -58,7 +58,7 @@ from trtspec.embedded.tree import EMPTY_DRAFT, Draft, chain
 from trtspec.prompts import Prompt
 from trtspec.recipe import DraftModelSpeculation, Eagle3Speculation, MedusaSpeculation, Model
 
-TOKENS, MORE_TOKENS = 32, 44
+TOKENS, MORE_TOKENS = 24, 44
 NO_STOP: frozenset[int] = frozenset()
 
 
@@ -86,7 +86,7 @@ def steps_by_prompt(answers: Sequence[Answered]) -> list[list[tuple[int, int, in
 
 # --------------------------------------------------------------------------- replay
 
-WIDE = DynamicTree(top_k=6, depth=4, num_nodes=400)
+WIDE = DynamicTree(top_k=5, depth=3, num_nodes=400)
 MEDUSA_WIDE = static_tree([(*(0,) * level, rank) for level in range(NUM_HEADS) for rank in range(8)])
 
 
