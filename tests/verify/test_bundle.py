@@ -365,6 +365,21 @@ def test_verify_writes_every_form_and_report_shows_them_again(tmp_path, capsys):
     assert value == json.loads((tmp_path / "r.json").read_text())
 
 
+def test_verify_compares_with_a_stored_bundle(tmp_path, made, bundle, capsys):
+    """The engine of the fixture again, shorter: what is not comparable is said; another model is refused."""
+    built = build_tiny(tmp_path / "e", dtype="float64", seed=0)
+    prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "rain rain tea rain rain tea"}])
+    given = ["verify", str(built.folder), "--prompts", str(prompts), "--quick", "--max-new-tokens", "8"]
+    main([*given, "--against", str(bundle), "--json"])
+    value = json.loads(capsys.readouterr().out)["report"]
+    compared = [check["name"] for check in value["checks"] if check["name"].startswith("regression.")]
+    assert compared == [f"regression.{check.name}" for check in made.checks]
+    assert any(str(bundle) in note for note in value["notes"])
+    other = build_tiny(tmp_path / "other", seed=9)
+    assert main(["verify", str(other.folder), "--against", str(bundle)]) == 2
+    assert "another model" in capsys.readouterr().err
+
+
 def test_recheck_says_what_differs(bundle, capsys):
     assert main(["report", "--recheck", str(bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []

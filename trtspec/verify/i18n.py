@@ -335,7 +335,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "没有得出定论的、要求拒绝草稿的逐词元比较",
     ),
     "pitfall.lazy-lossless.run": (
-        "trtspec verify {engine} with more and longer answers, where two copies of the weights in float64 fit",
+        "trtspec verify {engine} with more, longer answers, where two copies of the weights in float64 fit",
         "在能容纳两份 float64 权重的机器上，以更多更长的回答运行 trtspec verify {engine}",
     ),
     "pitfall.untuned-draft": ("Draft length or tree not tuned", "草稿长度或树未调优"),
