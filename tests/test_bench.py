@@ -15,10 +15,12 @@ from tiny import make_tiny_model
 from trtspec import bench, sample
 from trtspec.artifact import Artifact, open_artifact
 from trtspec.bench import installed, peers, rounds, rows
+from trtspec.bench.drafters import contenders
 from trtspec.bench.peers import Peer
 from trtspec.cli import main
 from trtspec.cli.bench import _load
 from trtspec.errors import InputError
+from trtspec.recipe_file import parse_recipe
 
 RECIPE = """version: 1
 name: tiny
@@ -366,6 +368,18 @@ def test_cpu_peers_are_no_match_for_an_engine_on_a_gpu(artifact: Artifact) -> No
     with pytest.raises(InputError, match="use --no-peers"):
         bench.plan(other, bench.FULL)
     assert [peer.kind for peer in bench.plan(other, bench.FULL, only_own=True)] == ["engine", "engine"]
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "tensorrt"])
+def test_an_engine_of_tensorrt_llm_is_refused_before_anything_runs(kind: str, artifact: Artifact) -> None:
+    text = f"version: 1\nname: x\nmodel: {{source: m}}\nbackend: {{kind: {kind}}}\n"
+    other = replace(artifact, recipe=parse_recipe(text))
+    for asked in (
+        lambda: bench.plan(other, bench.FULL, only_own=True),
+        lambda: contenders(other, None, None),
+    ):
+        with pytest.raises(InputError, match=f"backend.kind: found {kind}; bench measures .* migrate"):
+            asked()
 
 
 def test_a_busy_machine_is_said() -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trtspec.artifact import Artifact
+from trtspec.artifact import RECIPE_FILE, Artifact
 from trtspec.engine import Engine
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.recipe import (
@@ -18,6 +18,7 @@ from trtspec.recipe import (
     Recipe,
     TensorrtBackend,
 )
+from trtspec.user_files import shown_path
 
 Variant = Literal["recipe", "no_speculation", "baseline"]
 
@@ -83,6 +84,17 @@ def _override(backend: EmbeddedBackend, overrides: dict[str, Any]) -> EmbeddedBa
         raise InputError(
             [Problem(item["msg"], key=".".join(str(part) for part in item["loc"])) for item in error.errors()]
         ) from None
+
+
+def require_embedded(artifact: Artifact) -> None:
+    """InputError for an engine of TensorRT-LLM: it tells too little of its steps to be measured by them."""
+    kind = artifact.recipe.backend.kind
+    if kind != "embedded":
+        message = (
+            f"found {kind}; bench measures engines of the embedded backend; trtspec migrate --to embedded "
+            "makes such a recipe, and trtspec verify measures this engine where TensorRT-LLM is"
+        )
+        raise InputError(Problem(message, file=shown_path(artifact.folder / RECIPE_FILE), key="backend.kind"))
 
 
 def gpu_backend_message(kind: str) -> str:

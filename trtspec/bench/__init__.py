@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trtspec.artifact import Artifact
+from trtspec.backends import require_embedded
 from trtspec.bench.peers import Peer, engines_of, others_of, threads_of
 from trtspec.bench.prompts import WORKLOADS, prompts_of
 from trtspec.bench.rounds import Running, measure
@@ -49,7 +50,9 @@ QUICK = Size((1, 4), ("copy",), 32, 3, (1, 4), (256, 1024), 2)
 
 
 def plan(artifact: Artifact, size: Size, *, only_own: bool = False) -> list[Peer]:
-    """This engine, its variant without speculation if it speculates, then the others."""
+    """This engine, its variant without speculation if it speculates, then the others. InputError for an
+    engine of TensorRT-LLM."""
+    require_embedded(artifact)
     return [*engines_of(artifact), *([] if only_own else others_of(artifact, size.batches))]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from trtspec.artifact import Artifact
-from trtspec.backends import open_engine
+from trtspec.backends import open_engine, require_embedded
 from trtspec.bench.prompts import prompts_of
 from trtspec.bench.rows import spread
 from trtspec.engine import Engine, Request
@@ -96,8 +96,10 @@ def contenders(artifact: Artifact, kinds: Sequence[str] | None, heads: Path | No
     others have the defaults. ``kinds`` None: those that need no training, the recipe's own, and what
     ``heads`` holds.
 
-    Raises InputError for an unknown kind, one that this engine has nothing for, and heads that do not fit.
+    Raises InputError for an unknown kind, one that this engine has nothing for, heads that do not fit, and an
+    engine of TensorRT-LLM.
     """
+    require_embedded(artifact)
     own = artifact.recipe.speculation
     found = None if heads is None else _kind_of_heads(heads, artifact)
     names = list(kinds) if kinds is not None else ["none", "ngram", "lookahead", own.kind, found]

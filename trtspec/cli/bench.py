@@ -16,10 +16,12 @@ import click
 
 from trtspec import __version__
 from trtspec.cli.drafters import drafters
-from trtspec.cli.output import UserPath, human_seconds, json_option, print_json
+from trtspec.cli.output import UserPath, human_seconds, json_option, print_json, print_warning
 from trtspec.errors import MissingError
+from trtspec.user_files import shown_path
 
 if TYPE_CHECKING:
+    from trtspec.artifact import Artifact
     from trtspec.bench import BenchRow, Size
     from trtspec.bench.scaling import ScalePoint
     from trtspec.cost.views import View
@@ -70,7 +72,8 @@ def engine(
     from trtspec.user_files import check_writable
 
     size = QUICK if quick else FULL
-    artifacts = [open_artifact(path) for path in [_folder(path) for path in recipes] or _built()]
+    artifacts = [open_artifact(_folder(path)) for path in recipes] or _built()
+    peers_of = [plan(artifact, size, only_own=no_peers) for artifact in artifacts]
     if dry_run:
         for artifact in artifacts:
             click.echo(_planned(artifact, size, scaling=scaling, only_own=no_peers))
@@ -83,8 +86,8 @@ def engine(
         click.echo(text, err=True)
 
     machine, rows, points = _machine(size), [], []
-    for artifact in artifacts:
-        rows += bench_engine(artifact, size, peers=plan(artifact, size, only_own=no_peers), progress=say)
+    for artifact, compared in zip(artifacts, peers_of, strict=True):
+        rows += bench_engine(artifact, size, peers=compared, progress=say)
         if scaling:
             points += bench_scaling(
                 artifact,
@@ -122,10 +125,19 @@ def _folder(path: Path) -> Path:
     return folder
 
 
-def _built() -> list[Path]:
-    found = sorted(path.parent for path in Path("engines").glob("*/manifest.json"))
+def _built() -> list[Artifact]:
+    """The engines of the embedded backend in engines/; others are named on stderr."""
+    from trtspec.artifact import open_artifact
+
+    found = []
+    for path in sorted(Path("engines").glob("*/manifest.json")):
+        artifact = open_artifact(path.parent)
+        if artifact.recipe.backend.kind == "embedded":
+            found.append(artifact)
+        else:
+            print_warning(f"{shown_path(path.parent)}: an engine of TensorRT-LLM; left out")
     if not found:
-        raise MissingError("engines/ holds no engine; run: trtspec build RECIPE")
+        raise MissingError("engines/ holds no engine of the embedded backend; run: trtspec build RECIPE")
     return found
 
 
