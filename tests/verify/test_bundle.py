@@ -25,7 +25,7 @@ from trtspec.verify import protocol
 from trtspec.verify.approximate import Sampled, judge_approximate
 from trtspec.verify.bundle import open_bundle, write_bundle
 from trtspec.verify.divergence import judge_divergence
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.quality import judge
 from trtspec.verify.recheck import Recheck, recheck, rejudge
 from trtspec.verify.records import Records
@@ -407,3 +407,14 @@ def test_a_damaged_bundle_is_not_shown_as_a_report(bundle, capsys):
     assert main(["report", str(bundle)]) == 2
     assert "changed" in capsys.readouterr().err
     shutil.rmtree(bundle)
+
+
+def test_what_a_judge_keeps_as_raw_goes_into_the_bundle_and_not_into_the_report(tmp_path):
+    raw = {"table": [{"parameter": "seed", "honoured": True, "found": "x"}], "labelled": [], "drafted": 3}
+    check = Check("later", Verdict.PASS, "", True, evidence={"p": 0.5, "raw": raw})
+    moved = raw_as_records(check)
+    assert moved.evidence == {"p": 0.5}
+    assert moved.records == Records("parameters", {}, {"raw": [raw]})
+    assert raw_as_records(moved) is moved
+    write_bundle(tmp_path / "b", made_report(moved))
+    assert json.loads(next((tmp_path / "b").glob("records/*/raw.jsonl")).read_text()) == raw

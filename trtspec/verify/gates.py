@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -32,6 +32,10 @@ class Verdict(str, Enum):
     INCONCLUSIVE = "INCONCLUSIVE"
     SKIPPED = "SKIPPED"
     ERROR = "ERROR"
+
+
+_RAW_JUDGES = {"law": "sampled", "reference": "blackbox", "table": "parameters"}
+"""By an argument that only this judge has."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,17 @@ class Check:
     """Findings one by one, a line each, below the summary."""
     records: Records | None = field(default=None, repr=False, compare=False)
     """What the verdict was computed from; kept in an evidence bundle, not in the report."""
+
+
+def raw_as_records(check: Check) -> Check:
+    """``check`` with what its judge put under ``raw`` in the evidence (its own arguments, JSON values) as
+    records instead, so that it goes into a bundle and not into the report."""
+    raw = check.evidence.get("raw")
+    if check.records is not None or not isinstance(raw, dict):
+        return check
+    judge = next((name for key, name in _RAW_JUDGES.items() if key in raw), f"raw {check.name}")
+    evidence = {key: value for key, value in check.evidence.items() if key != "raw"}
+    return replace(check, evidence=evidence, records=Records(judge, {}, {"raw": [raw]}))
 
 
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:

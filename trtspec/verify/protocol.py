@@ -19,7 +19,7 @@ from trtspec.ruler import Answer, acceptance_within, max_draft, run
 from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.gpu import check_gpu, gpu_record
 from trtspec.verify.load import (
     Contender,
@@ -167,7 +167,7 @@ def _report(
         },
         settings=_settings_record(settings, prompts),
         seconds=round(time.monotonic() - began, 1),
-        checks=tuple(checks),
+        checks=tuple(map(raw_as_records, checks)),
         notes=tuple(notes),
         fidelity=label,
     )

@@ -22,10 +22,10 @@ from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
-from trtspec.verify import approximate, load, lossless, quality
+from trtspec.verify import approximate, degenerate, load, lossless, quality, retrieval
 from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.lossless_verdict import Comparison, NearMissRun, judge
 from trtspec.verify.near_misses import misses_from, refusals
 from trtspec.verify.records import Records, Row, answers_from
@@ -217,6 +217,26 @@ def rejudge(records: Records) -> list[Check]:
             return [_quality(arguments, tables["tokens"])]
         case "divergence":
             return judge_divergence(tables["tokens"], **arguments)
+        case "degenerate":
+            return [degenerate.judge_degenerate(tables["answers"], **arguments)]
+        case "retrieval":
+            return [retrieval.judge_retrieval(tables["items"], **arguments)]
+        case "task":
+            from trtspec.verify.suite import judge_task
+
+            return [judge_task(rows=tables["items"], **arguments)]
+        case "sampled":
+            from trtspec.verify.sampled import judge_sampled
+
+            return [raw_as_records(judge_sampled(**tables["raw"][0]))]
+        case "blackbox":
+            from trtspec.verify.blackbox import judge_blackbox
+
+            return [raw_as_records(judge_blackbox(**tables["raw"][0]))]
+        case "parameters":
+            from trtspec.verify.labels import judge_parameters
+
+            return [raw_as_records(judge_parameters(**tables["raw"][0]))]
         case "acceptance":
             return [load.check_acceptance(answers_from(tables["requests"]), **arguments)]
         case "speed":
@@ -293,9 +313,9 @@ def _quality(arguments: Mapping[str, Any], rows: Sequence[Row]) -> Check:
 
 
 def _approximate(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> list[Check]:
-    sampled, strict = (approximate.sampled_from(tables[name]) for name in ("approximate", "strict"))
-    answers = tuple(answer for row in sampled.answers for answer in row)
+    mine, strict = (approximate.sampled_from(tables[name]) for name in ("approximate", "strict"))
+    answers = tuple(answer for row in mine.answers for answer in row)
     drafting = Run(answers, 0.0, 0, tuple(arguments["contradictions"]))
     return approximate.judge_approximate(
-        sampled, strict, drafting, temperature=arguments["temperature"], margin=arguments["margin"]
+        mine, strict, drafting, temperature=arguments["temperature"], margin=arguments["margin"]
     )
