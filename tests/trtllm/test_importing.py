@@ -251,6 +251,12 @@ def test_what_an_engine_cannot_be_is_said(changes: dict[str, Any], said: str, tm
     assert said in str(error.value)
 
 
+def test_an_engine_folder_of_ours_names_its_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("version: 1\n")
+    with pytest.raises(InputError, match=f"its recipe is {tmp_path}/recipe.yaml"):
+        import_file(tmp_path, model="m")
+
+
 # --------------------------------------------------------------------------- LLM API options
 
 PYTORCH = """\
@@ -398,11 +404,27 @@ def test_what_is_too_large_or_no_file_is_said(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, said in (
         (huge, "at most 16 MB"),
-        (tmp_path / "empty", "no such file"),
+        (tmp_path / "empty", "no config.json, so not the folder of a TensorRT-LLM engine"),
         (tmp_path / "pipe", "not a regular file"),
     ):
         with pytest.raises(InputError, match=said):
             import_file(path, model="a/b")
+
+
+def test_a_version_whose_table_has_no_such_options_is_refused(tmp_path: Path) -> None:
+    """0.17.0 has keys of KvCacheConfig that its table does not hold: "not in 0.17.0" would be untrue."""
+    file = put(tmp_path, "backend: pytorch\nkv_cache_config: {dtype: fp8}\n", "o.yaml")
+    with pytest.raises(
+        InputError, match=r"the options of pytorch are known for: 0.21.0, 1.0.0, .*leave it out"
+    ):
+        import_file(file, model="a/b", version="0.17.0")
+    file = put(tmp_path, "backend: tensorrt\nkv_cache_config: {enable_block_reuse: true}\n", "o.yaml")
+    unknown = [
+        use for use in import_file(file, model="a/b", version="0.17.0").uses if use.outcome == "unknown"
+    ]
+    assert [use.why.split(";")[0] for use in unknown] == [
+        "the table of TensorRT-LLM 0.17.0 has no KvCacheConfig"
+    ]
 
 
 def test_a_version_without_a_table_is_refused_with_the_nearest(tmp_path: Path) -> None:

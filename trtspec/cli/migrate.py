@@ -150,7 +150,7 @@ def import_(
     """Make a recipe from a TensorRT-LLM engine or an LLM API options file.
 
     PATH is an engine's folder or its config.json (0.17 to 1.2.1), or the YAML of --extra_llm_api_options /
-    --config of any known version. Every key of it is accounted for: used, without a counterpart, or unknown.
+    --config (0.21 and later). Every key of it is accounted for: used, without a counterpart, or unknown.
     """
     _one_stdout(output, as_json)
     imported = import_file(

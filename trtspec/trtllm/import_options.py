@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from trtspec.errors import Problem
+from trtspec.errors import InputError, Problem
 from trtspec.recipe_facts import BACKEND_VERSIONS, CONCURRENCY_VERSIONS, REJECTION_VERSIONS
 from trtspec.trtllm.facts import VERSIONS, Facts, load_facts, versions_for, versions_with
 from trtspec.trtllm.imported import (
@@ -36,11 +36,13 @@ def import_options(work: ImportWork, data: Mapping[str, Any], version: str | Non
     work.flatten(data, tuple(_SECTIONS))
     kind = _options_backend(work)
     own = "TorchLlmArgs" if kind == "pytorch" else "TrtLlmArgs"
-    candidates = (
-        (load_facts(version).version,)
-        if version is not None
-        else tuple(v for v in VERSIONS if own in load_facts(v).classes)
-    )
+    candidates = tuple(v for v in VERSIONS if own in load_facts(v).classes)
+    if version is not None:
+        asked = load_facts(version).version
+        if asked not in candidates:
+            message = f"TensorRT-LLM {asked}: the options of {kind} are known for: {', '.join(candidates)}"
+            raise InputError(Problem(f"{message}; name one of them, or leave it out"))
+        candidates = (asked,)
     unknown = {v: _unknown_options(work, load_facts(v), own) for v in candidates}
     least = min(len(keys) for keys in unknown.values())
     fitting = tuple(v for v, keys in unknown.items() if len(keys) == least)
@@ -134,6 +136,8 @@ def _why_unknown(work: ImportWork, key: str, own: str, facts: Facts) -> str:
         return ""
     elsewhere = sorted({v for owner in owners for v in versions_with(owner, last)}, key=parse_version)
     where = f"it exists in {', '.join(elsewhere)}" if elsewhere else "no known version has it"
+    if not any(owner in facts.classes for owner in owners):
+        return f"the table of TensorRT-LLM {facts.version} has no {owners[0] if owners else last}; {where}"
     return f"not in {' or '.join(owners[:1])} of TensorRT-LLM {facts.version}; {where}"
 
 

@@ -54,6 +54,11 @@ def import_file(
     InputError with everything that is wrong or lacking, MissingError without permission.
     """
     file = path / "config.json" if path.is_dir() else path
+    if not file.exists() and path.is_dir():
+        ours = path / "recipe.yaml"
+        remedy = f"its recipe is {shown_path(ours)}" if ours.is_file() else "name its folder or file"
+        message = f"no config.json, so not the folder of a TensorRT-LLM engine; {remedy}"
+        raise InputError(Problem(message, file=shown_path(path)))
     data = _read(file)
     work = ImportWork(shown_path(file), Flags(model, heads, draft_model))
     work.set("name", name if name is not None else _name_of(path))
