@@ -19,9 +19,10 @@ from built_tiny import build_tiny, write_jsonl
 from made import made_report
 
 from trtspec.cli import main
+from trtspec.engine import Completion
 from trtspec.errors import InputError
 from trtspec.ruler import Answer, Run
-from trtspec.verify import protocol
+from trtspec.verify import gpu, protocol
 from trtspec.verify.approximate import Sampled, judge_approximate
 from trtspec.verify.bundle import open_bundle, write_bundle
 from trtspec.verify.divergence import judge_divergence
@@ -418,3 +419,23 @@ def test_what_a_judge_keeps_as_raw_goes_into_the_bundle_and_not_into_the_report(
     assert raw_as_records(moved) is moved
     write_bundle(tmp_path / "b", made_report(moved))
     assert json.loads(next((tmp_path / "b").glob("records/*/raw.jsonl")).read_text()) == raw
+
+
+def test_verdicts_on_engines_of_tensorrt_llm_again():
+    def completion(name: str, tokens: tuple[int, ...], steps: int | None = 3) -> Completion:
+        return Completion(name, tokens, "length", steps, 6, 4)
+
+    left = [completion("a", (1, 2, 3)), completion("b", (4, 5, 6))]
+    right = [completion("a", (1, 2, 3)), completion("b", (4, 5, 7))]
+    checks = [
+        gpu.check_same("lossless", left, right, (left[:1], left), drafts=8, required=True),
+        gpu.check_same("lossless", left[:1], left, None, drafts=None, required=True),
+        gpu.check_acceptance(left, draft_limit=4, bound=1.0),
+        gpu.check_acceptance(left, draft_limit=0, bound=None, all_drafted=9),
+        gpu.check_speed(
+            "speedup", [[1.0, 1.1], [2.0, 2.2]], [[2.0, 2.1], [3.0, 3.3]], tokens=(8, 8), bound=1.2
+        ),
+    ]
+    for check in checks:
+        assert check_fields(again(check)[0]) == check_fields(check)
+    assert checks[-1].evidence["interleaved"] is False

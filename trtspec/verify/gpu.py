@@ -29,6 +29,7 @@ from trtspec.trtllm.opening import installed
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.load import DEAD_LENGTH, DEFINITION
 from trtspec.verify.lossless import requests_for
+from trtspec.verify.records import Records, Row, rows_of
 from trtspec.verify.settings import Settings
 
 OnProgress = Callable[[str, int, int], None]
@@ -206,7 +207,32 @@ def check_same(
         if drafts:
             summary += f"; {drafts} drafted tokens accepted"
     how = "greedy, token by token; the variants one after another on the same GPU"
-    return Check(name, verdict, summary, required, n=len(pairs), n_unit="prompts", how=how, evidence=evidence)
+    records = Records(
+        "gpu_same",
+        {"name": name, "drafts": drafts, "required": required, "floor": floor is not None},
+        {
+            "reference": rows_of(reference),
+            "other": rows_of(other),
+            "floor_batch_1": rows_of(floor[0] if floor else ()),
+            "floor_batch": rows_of(floor[1] if floor else ()),
+        },
+    )
+    return Check(
+        name,
+        verdict,
+        summary,
+        required,
+        n=len(pairs),
+        n_unit="prompts",
+        how=how,
+        evidence=evidence,
+        records=records,
+    )
+
+
+def completions_from(rows: Sequence[Row]) -> list[Completion]:
+    """The answers whose :func:`~trtspec.verify.records.rows_of` these are."""
+    return [Completion(**{**row, "tokens": tuple(row["tokens"])}) for row in rows]
 
 
 def _quality(*, quantizes: bool, required: bool) -> Check:
@@ -253,6 +279,11 @@ def check_acceptance(
         "accepted": num_accepted if len(accepted) == len(answers) else None,
         "decode_steps": sum(steps for _, steps in known),
     }
+    records = Records(
+        "gpu_acceptance",
+        {"draft_limit": draft_limit, "bound": bound, "all_drafted": all_drafted},
+        {"requests": rows_of(answers)},
+    )
     problem = ""
     if length < 1.0:
         problem = f"acceptance length {length:.3f} is impossible: a step emits at least one token"
@@ -263,7 +294,16 @@ def check_acceptance(
     elif all_told and num_drafted and num_accepted == num_drafted and len(answers) > 1:
         problem = f"all {num_drafted} drafted tokens accepted: a broken verification (NaN logits) does that"
     if problem:
-        return Check("acceptance", Verdict.ERROR, problem, True, bound=bound, how=how, evidence=evidence)
+        return Check(
+            "acceptance",
+            Verdict.ERROR,
+            problem,
+            True,
+            bound=bound,
+            how=how,
+            evidence=evidence,
+            records=records,
+        )
     warnings: tuple[str, ...] = ()
     if length < DEAD_LENGTH:
         warnings = (f"the drafter is of no use on these prompts: {length:.3f} tokens a step (1 without it)",)
@@ -280,6 +320,7 @@ def check_acceptance(
         how=how,
         warnings=warnings,
         evidence=evidence,
+        records=records,
     )
 
 
@@ -288,10 +329,22 @@ def _speed(found: _Found, name: str, over: Variant, bound: float | None) -> Chec
     if other is None:
         reason = found.missing.get(over, "the recipe does not speculate")
         return _skipped(name, reason, bound is not None)
-    ratio, interval = times_faster([list(row) for row in mine.seconds], [list(row) for row in other.seconds])
+    return check_speed(name, mine.seconds, other.seconds, tokens=(mine.tokens, other.tokens), bound=bound)
+
+
+def check_speed(
+    name: str,
+    mine: Sequence[Sequence[float]],
+    other: Sequence[Sequence[float]],
+    *,
+    tokens: Sequence[int],
+    bound: float | None,
+) -> Check:
+    """Speedup from the seconds ``[prompt][round]`` of both sides, each for answers of ``tokens`` tokens."""
+    ratio, interval = times_faster(mine, other)
     rates = [
-        one.tokens * sum(len(row) for row in one.seconds) / sum(sum(row) for row in one.seconds)
-        for one in (mine, other)
+        count * sum(len(row) for row in rows) / sum(sum(row) for row in rows)
+        for count, rows in zip(tokens, (mine, other), strict=True)
     ]
     return gated(
         name=name,
@@ -300,13 +353,23 @@ def _speed(found: _Found, name: str, over: Variant, bound: float | None) -> Chec
         interval=interval,
         bound=bound,
         sense="at least",
-        n=len(mine.seconds),
+        n=len(mine),
         n_unit="prompts",
         how=(
             "batch 1, greedy, through LLM() in this process; wall time of whole requests of equal length; "
             "the variants one after another, not interleaved; 95 % paired bootstrap over prompts and rounds"
         ),
-        evidence={"tokens_per_s": rates, "seconds": [mine.seconds, other.seconds]},
+        evidence={"tokens_per_s": rates, "seconds": [mine, other], "interleaved": False},
+        records=Records(
+            "gpu_speed",
+            {"name": name, "tokens": list(tokens), "bound": bound},
+            {
+                "seconds": [
+                    {"prompt": number, "recipe": list(ours), "other": list(theirs)}
+                    for number, (ours, theirs) in enumerate(zip(mine, other, strict=True))
+                ]
+            },
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
-from trtspec.verify import approximate, degenerate, load, lossless, quality, retrieval
+from trtspec.verify import approximate, degenerate, gpu, load, lossless, quality, retrieval
 from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
@@ -245,6 +245,14 @@ def rejudge(records: Records) -> list[Check]:
             return [load.check_speed(race, **names)]
         case "approximate":
             return _approximate(arguments, tables)
+        case "gpu_same":
+            return [_gpu_same(arguments, tables)]
+        case "gpu_acceptance":
+            return [gpu.check_acceptance(gpu.completions_from(tables["requests"]), **arguments)]
+        case "gpu_speed":
+            sides = ([row[side] for row in tables["seconds"]] for side in ("recipe", "other"))
+            names = {key: arguments[key] for key in ("tokens", "bound")}
+            return [gpu.check_speed(arguments["name"], *sides, **names)]
         case unknown:
             raise ValueError(f"this version knows no judge {unknown!r}")
 
@@ -310,6 +318,18 @@ def _quality(arguments: Mapping[str, Any], rows: Sequence[Row]) -> Check:
             side[row["text"]].append(math.nan if row[name] is None else row[name])
     agreements = sum(row["same_top"] for row in rows)
     return quality.judge(target, baseline, agreements=agreements, **arguments)
+
+
+def _gpu_same(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> Check:
+    answers = {name: gpu.completions_from(rows) for name, rows in tables.items()}
+    return gpu.check_same(
+        arguments["name"],
+        answers["reference"],
+        answers["other"],
+        (answers["floor_batch_1"], answers["floor_batch"]) if arguments["floor"] else None,
+        drafts=arguments["drafts"],
+        required=arguments["required"],
+    )
 
 
 def _approximate(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> list[Check]:
