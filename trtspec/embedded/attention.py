@@ -22,6 +22,12 @@ FEW_ROWS = 16
 # has left the second-level cache before it is used is read twice, and memory stays bounded (16 sequences of
 # 1000 tokens of SmolLM2: 2.0 ms a layer in parts, 3.3 in one call).
 GATHERED_BYTES = 4 * 2**20
+# A 16-bit chunk of at least this many rows on a CPU attends block by block (see _causal_blocks); fewer do not
+# make up for its calls.
+BLOCKED_FROM = 96
+# Rows of a block, at most: the triangle's upper half is computed too. And scores of one KV head in a block,
+# at most about: 1 MB in float32, what the second-level cache holds.
+BLOCK_ROWS, BLOCK_SCORES = 128, 2**18
 
 
 # --------------------------------------------------------------------------- rotary embeddings
@@ -132,8 +138,10 @@ class _Group:
     sequences: int
     rows: int
     keys: int
-    query_rows: Tensor | None
+    query_rows: Tensor | slice | None
     """[sequences * rows]: batch row of each query; None: the batch's rows in order."""
+    place: Tensor | slice
+    """[real rows]: the batch rows that the group answers for."""
     outputs: Tensor | None
     """[real rows]: which padded outputs are real; None: all."""
     slots: Tensor | slice
@@ -143,7 +151,9 @@ class _Group:
     ``[rows, keys]`` for a long chunk; None: nothing masked."""
     long: bool
     causal: bool
-    """A long chunk without context, whose triangle the kernel can skip."""
+    """A long chunk whose rows see the context and those before them, and the kernel can be told so."""
+    blocks: bool
+    """A causal long chunk that attends block by block."""
     dtype: torch.dtype
     """Of the computation."""
 
@@ -153,8 +163,6 @@ class AttentionPlan:
     """Who attends to what in one step; made once and used by every layer."""
 
     groups: tuple[_Group, ...]
-    order: Tensor | None
-    """[rows]: where in the groups' concatenated outputs each batch row is; None: in order."""
 
 
 def plan_attention(
@@ -179,14 +187,7 @@ def plan_attention(
     calls = [part for alike in few.values() for part in _parts(alike, slot_bytes, batch.tokens.device)]
     groups = [_few_rows(batch, sequences, spec, few_dtype) for sequences in calls]
     groups += [_long_chunk(batch, sequence, spec, dtype) for sequence in long]
-    if len(groups) == 1:
-        return AttentionPlan(tuple(groups), None)
-    members = [sequence for sequences in calls for sequence in sequences] + long
-    device = batch.tokens.device
-    rows = torch.cat([torch.arange(s.first, s.first + s.count) for s in members]).to(device)
-    order = torch.empty_like(rows)
-    order[rows] = torch.arange(len(rows), device=device)
-    return AttentionPlan(tuple(groups), order)
+    return AttentionPlan(tuple(groups))
 
 
 def _parts(sequences: list[SequenceRows], slot_bytes: int, device: torch.device) -> list[list[SequenceRows]]:
@@ -255,11 +256,13 @@ def _few_rows(
         rows,
         keys,
         query_rows,
+        torch.cat([torch.arange(s.first, s.first + s.count) for s in sequences]).to(device),
         outputs,
         _slots(pieces),
         mask,
         long=False,
         causal=False,
+        blocks=False,
         dtype=dtype,
     )
 
@@ -278,7 +281,9 @@ def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype
     first, rows, context = sequence.first, sequence.count, len(sequence.context)
     keys = context + rows
     window = _window(batch, spec)
-    causal = context == 0 and sequence.tree is None and window is None
+    plain = sequence.tree is None and window is None
+    blocks = plain and device.type == "cpu" and dtype.itemsize == 2 and rows >= BLOCKED_FROM
+    causal = blocks or (plain and context == 0)
     mask = None
     if not causal:
         visible = torch.arange(keys, device=device) <= torch.arange(context, keys, device=device)[:, None]
@@ -287,11 +292,21 @@ def _long_chunk(batch: StepBatch, sequence: SequenceRows, spec: ModelSpec, dtype
         if window is not None:
             visible &= _within_window(batch, sequence, window)
         mask = _bias(visible, dtype)
-    query_rows = None
-    if len(batch.sequences) > 1:
-        query_rows = torch.arange(first, first + rows, device=device)
-    slots = _slots([sequence.context, batch.slots[first : first + rows]])
-    return _Group(1, rows, keys, query_rows, None, slots, mask, long=True, causal=causal, dtype=dtype)
+    place = slice(first, first + rows)
+    return _Group(
+        1,
+        rows,
+        keys,
+        place if len(batch.sequences) > 1 else None,
+        place,
+        None,
+        _slots([sequence.context, batch.slots[place]]),
+        mask,
+        long=True,
+        causal=causal,
+        blocks=blocks,
+        dtype=torch.float32 if blocks else dtype,
+    )
 
 
 def _window(batch: StepBatch, spec: ModelSpec) -> int | None:
@@ -318,21 +333,28 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def attend(q: Tensor, layer: int, store: KvStore, plan: AttentionPlan) -> Tensor:
     """``q [rows, heads, head_dim]`` -> ``[rows, heads * head_dim]``; needs the rows' own KV in ``store``."""
-    outputs = [_attend_group(q, layer, store, group) for group in plan.groups]
-    out = outputs[0] if plan.order is None else torch.cat(outputs).index_select(0, plan.order)
-    return out.to(q.dtype)
+    if len(plan.groups) == 1:
+        return _attend_group(q, layer, store, plan.groups[0]).to(q.dtype)
+    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    for group in plan.groups:
+        out[group.place] = _attend_group(q, layer, store, group).to(q.dtype)
+    return out
 
 
 def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tensor:
     k, v = store.read_unscaled(layer, group.slots, group.dtype)
     k_factor, v_factor = store.read_factors[layer]
-    q = q.to(group.dtype)
-    if group.query_rows is not None:
+    if isinstance(group.query_rows, slice):
+        q = q[group.query_rows]
+    elif group.query_rows is not None:
         q = q.index_select(0, group.query_rows)
     _, heads, dim = q.shape
     kv_heads = k.shape[1]
     queries = heads // kv_heads
     scale = k_factor / math.sqrt(dim)
+    if group.blocks:
+        return _causal_blocks(q, k, v, scale, v_factor)
+    q = q.to(group.dtype)
     if group.long:
         # KV heads as the batch and their queries as the heads: keys are shared by stride, not by copy.
         out = F.scaled_dot_product_attention(
@@ -359,3 +381,44 @@ def _attend_group(q: Tensor, layer: int, store: KvStore, group: _Group) -> Tenso
     if group.outputs is not None:
         out = out.index_select(0, group.outputs)
     return out if v_factor == 1.0 else out * v_factor
+
+
+def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, v_factor: float) -> Tensor:
+    """The last rows of a sequence over all of it: ``q [rows, heads, head_dim]``, ``k, v [keys, kv_heads,
+    head_dim] float32`` -> ``[rows, heads * head_dim]`` in q's dtype; computed in float32.
+
+    For torch's kernel a CPU without 16-bit matrix units multiplies 16-bit blocks at a seventh of oneDNN's
+    float32 speed (512 rows of 9 heads of 64 on Zen 5: 7.4 ms, so 3.3), and masks every score of a chunk
+    behind a context. Here the queries of a KV head are the rows of one product, and keys behind a block's
+    last row are left out.
+    """
+    rows, heads, dim = q.shape
+    keys, kv_heads = k.shape[:2]
+    queries, context = heads // kv_heads, keys - rows
+    by_head = (q.float() * scale).view(rows, kv_heads, queries, dim).transpose(0, 1).contiguous()
+    k = k.transpose(0, 1).contiguous()
+    v = v.permute(1, 2, 0).contiguous()
+    block = min(rows, BLOCK_ROWS, max(32, BLOCK_SCORES // (queries * keys) // 32 * 32))
+    later = torch.full((block, block), torch.finfo(torch.float32).min / 2).triu_(1)[:, None]
+    out = q.new_empty(rows, kv_heads, queries * dim)
+    for head in range(kv_heads):
+        for first in range(0, rows, block):
+            count = min(block, rows - first)
+            seen = context + first + count
+            scores = _product(by_head[head, first : first + count].view(-1, dim), k[head, :seen])
+            own = scores.view(count, queries, seen)[..., seen - count :]
+            own += later[:count, :, :count]
+            mixed = _product(torch.softmax(scores, -1), v[head, :, :seen].contiguous())
+            out[first : first + count, head] = (mixed if v_factor == 1.0 else mixed * v_factor).view(
+                count, -1
+            )
+    return out.view(rows, -1)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x [n, m]`` times ``weight [k, m]`` transposed, in float32, by oneDNN where it is there: F.linear asks
+    MKL, which has half its speed on AMD's CPUs."""
+    if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
+        return F.linear(x, weight)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return out
