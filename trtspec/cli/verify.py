@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trtspec.cli.output import Progress, UserPath, json_option, print_json
+from trtspec.cli.output import Progress, Session, UserPath, print_json
 from trtspec.cli.report import form_options, rendered
+from trtspec.cli.verify_modes import (
+    json_file_option,
+    mode_options,
+    only_one_mode,
+    print_plan,
+    run_self_test,
+    write_json,
+)
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
@@ -21,7 +29,7 @@ _FILE = UserPath()
 
 
 @click.command()
-@click.argument("engine", type=_FILE)
+@click.argument("engine", type=_FILE, required=False)
 @click.option(
     "--prompts", type=_FILE, help="JSONL file with messages, prompt or text a line.  [default: ours]"
 )
@@ -71,11 +79,12 @@ _FILE = UserPath()
     metavar="OLD",
     help="A stored report or bundle on the same model: fail where this engine is significantly worse.",
 )
-@json_option
+@mode_options
+@json_file_option
 @click.pass_context
 def verify(
     ctx: click.Context,
-    engine: Path,
+    engine: Path | None,
     prompts: Path | None,
     num_prompts: int | None,
     max_new_tokens: int | None,
@@ -94,18 +103,36 @@ def verify(
     lang: Lang,
     bundle: Path | None,
     against: Path | None,
-    as_json: bool,
+    sampled: bool | None,
+    sampled_tokens: int | None,
+    plan: bool,
+    bias: float | None,
+    outcomes: int | None,
+    power: float | None,
+    self_test: bool,
+    json_file: str | None,
 ) -> int:
     """Check an engine: is speculation lossless, is quality kept, is it faster?
 
     Lossless means: the same tokens as without speculation. The proof is a run in float64, where rounding
-    cannot excuse a difference; in 16 bit near ties may differ. Approximate (typical) acceptance is never
-    called lossless: what it samples is judged by its likelihood under the target and by repetition. Compares
-    the engine with the same weights without speculation and with the 16-bit baseline, by the gates of its
-    recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
+    cannot excuse a difference; in 16 bit near ties may differ. Sampled answers are scored token by token
+    under the target's own law, from which strict acceptance must not depart. Approximate (typical) acceptance
+    is never called lossless: what it samples is judged by its likelihood under the target and by repetition.
+    Compares the engine with the same weights without speculation and with the 16-bit baseline, by the gates
+    of its recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if engine is None and not plan and not self_test and json_file not in (None, "-"):
+        engine, json_file = Path(str(json_file)), "-"  # verify --json ENGINE
+        ctx.ensure_object(Session).json = True
+    as_json = json_file == "-"
+    planning = (bias, outcomes, power) != (None, None, None)
+    only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
+    if plan:
+        return print_plan(bias, outcomes, power, json_file)
+    if self_test or engine is None:
+        return run_self_test(json_file)
     from trtspec.artifact import open_artifact
     from trtspec.folders import refuse_existing
     from trtspec.user_files import check_writable, write_user_file
@@ -122,6 +149,8 @@ def verify(
         "exact_tokens": exact_tokens,
         "sampled_prompts": sampled_prompts,
         "temperature": temperature,
+        "sampled": sampled,
+        "sampled_tokens": sampled_tokens,
         "rounds": rounds,
         "heldout": heldout,
         "quality_tokens": quality_tokens,
@@ -130,6 +159,8 @@ def verify(
         QUICK if quick else Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
+    if sampled:
+        settings = dataclasses.replace(settings, sampled_seconds=None)
     for path in (output, markdown, html, junit):
         if path is not None:
             check_writable(path)
@@ -160,6 +191,8 @@ def verify(
         digest = {"bundle_sha256": bundle_digest} if bundle_digest else {}
         print_json("verify", {"report": report.to_json(result), **digest})
     elif not as_json:
+        if json_file is not None and unwritten is None:
+            write_json(json_file, {"schema": "trtspec.verify/1", "report": report.to_json(result)})
         click.echo(render.terminal(result, lang=lang))
         if bundle_digest:
             click.echo(f"bundle: {bundle} (manifest sha256 {bundle_digest})")

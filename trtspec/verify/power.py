@@ -6,6 +6,7 @@ draws the chi-square statistic has, in the limit, the noncentral law with noncen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,7 +31,8 @@ def bias_size(law: Sequence[float], biased: Sequence[float]) -> float:
 
 
 def power_of(draws: float, bias: float, outcomes: int, alpha: float = SUITE_ALPHA) -> float:
-    """The chance that a chi-square test of ``outcomes`` cells at ``alpha`` finds a bias of size w^2 ``bias``."""
+    """The chance that a chi-square test of ``outcomes`` cells at ``alpha`` finds a bias of size w^2
+    ``bias``."""
     stats = scipy_stats()
     critical = stats.chi2.isf(alpha, outcomes - 1)
     return float(stats.ncx2.sf(critical, outcomes - 1, draws * bias))
@@ -79,14 +81,16 @@ def least_bias(draws: int, outcomes: int, *, alpha: float = SUITE_ALPHA, power: 
 
 def surprisal_draws(shift_nats: float, deviation: float, *, alpha: float, power: float = POWER) -> int:
     """Tokens after which the mean of surprisal less entropy shows a shift of ``shift_nats``, where the
-    surprisal of one token has that standard deviation: ((z(alpha / 2) + z(1 - power)) deviation / shift)^2."""
+    surprisal of one token has that standard deviation: ((z(alpha / 2) + z(1 - power)) deviation /
+    shift)^2."""
     normal = scipy_stats().norm
     needed = ((normal.isf(alpha / 2) + normal.isf(1 - power)) * deviation / shift_nats) ** 2
     return int(np.ceil(needed))
 
 
 def holm(p_values: Sequence[float], alpha: float = SUITE_ALPHA) -> list[bool]:
-    """Which hypotheses are rejected with a chance of at most ``alpha`` that any of them is true (Holm 1979)."""
+    """Which hypotheses are rejected with a chance of at most ``alpha`` that any of them is true (Holm
+    1979)."""
     rejected = [False] * len(p_values)
     ordered = sorted(range(len(p_values)), key=lambda at: p_values[at])
     for rank, at in enumerate(ordered):
@@ -99,10 +103,10 @@ def holm(p_values: Sequence[float], alpha: float = SUITE_ALPHA) -> list[bool]:
 def spent(share: float, alpha: float = SUITE_ALPHA) -> float:
     """The chance of a false alarm that looks up to ``share`` of the planned draws may have used: alpha t^8.
 
-    A power-family spending function (Kim and DeMets 1987). By Boole's inequality looks at t_1 < ... < t_k = 1,
-    each at the level spent(t_i) - spent(t_{i-1}), raise a false alarm with a chance of at most alpha, whatever
-    the test. So steep a function leaves the last of four looks 0.9 alpha, and the earlier ones still see an
-    engine that is badly wrong.
+    A power-family spending function (Kim and DeMets 1987). By Boole's inequality looks at t_1 < ... < t_k =
+    1, each at the level spent(t_i) - spent(t_{i-1}), raise a false alarm with a chance of at most alpha,
+    whatever the test. So steep a function leaves the last of four looks 0.9 alpha, and the earlier ones still
+    see an engine that is badly wrong.
     """
     return alpha * min(max(share, 0.0), 1.0) ** _SPENDING
 
@@ -110,7 +114,7 @@ def spent(share: float, alpha: float = SUITE_ALPHA) -> float:
 def look_levels(shares: Sequence[float], alpha: float = SUITE_ALPHA) -> list[float]:
     """The level of each look, at ascending ``shares`` of the planned draws."""
     totals = [0.0, *(spent(share, alpha) for share in shares)]
-    return [after - before for before, after in zip(totals, totals[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(totals)]
 
 
 LOOKS = (0.25, 0.5, 0.75, 1.0)
@@ -118,7 +122,8 @@ LOOKS = (0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Sequential:
-    """A sequence of looks at growing counts. ``draws``: when it ended; ``p_value`` and ``level`` of that look."""
+    """A sequence of looks at growing counts. ``draws``: when it ended; ``p_value`` and ``level`` of that
+    look."""
 
     rejected: bool
     draws: int
@@ -159,8 +164,8 @@ def pool(found: Any, expected: Any, least: float = 5.0) -> tuple[Any, Any]:
 def sequential_fit(
     draws: Sequence[int], law: Sequence[float], *, planned: int, alpha: float = SUITE_ALPHA
 ) -> Sequential:
-    """Test ``draws`` (outcome numbers) against ``law`` at each of :data:`LOOKS` of ``planned`` draws; stops at the
-    first rejection. ``draws`` must hold at least ``planned``."""
+    """Test ``draws`` (outcome numbers) against ``law`` at each of :data:`LOOKS` of ``planned`` draws; stops
+    at the first rejection. ``draws`` must hold at least ``planned``."""
     p_value, level, taken = 1.0, 0.0, 0
     outcomes = np.asarray(draws[:planned])
     for share, level in zip(LOOKS, look_levels(LOOKS, alpha), strict=True):

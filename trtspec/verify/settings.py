@@ -31,9 +31,32 @@ class Settings:
     """Answers to each of them."""
     temperature: float = 1.0
     """Of these; 1: the model's own law."""
+    sampled: bool = True
+    """Whether sampled answers of a strict acceptance are held to the target's law."""
+    sampled_tokens: int = 1248
+    """Tokens drawn for that with drafts, and as many without."""
+    sampled_bias: float = 0.04
+    """The bias w^2 of ten equal cells that they are to find with power 0.99."""
+    sampled_seconds: float | None = None
+    """Skip this if it would take longer; None: however long it takes."""
     prompts: Path | None = None
     """The user's own JSONL file; None: the prompts that ship with trtspec."""
     heldout: Path | None = None
+    tasks: tuple[Path, ...] = ()
+    """JSONL files of tasks; ``builtin``: those that ship with trtspec."""
+    task_limit: int | None = None
+    """Most items of each task."""
+    lm_eval: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness."""
+    lm_eval_path: Path | None = None
+    """Folder of task files of its own."""
+    judge: str | None = None
+    """Command that scores answers of tasks of kind judge."""
+    retrieval: bool = False
+    retrieval_copies: int = 1
+    """Prompts of each length and depth."""
+    retrieval_tokens: int | None = None
+    """Longest of them; None: limits.max_seq_tokens."""
 
 
 QUICK = Settings(
@@ -51,4 +74,5 @@ QUICK = Settings(
     exact_tokens=24,
     sampled_prompts=24,
     samples=1,
+    sampled_seconds=60.0,
 )
