@@ -21,6 +21,7 @@ from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.gpu import check_gpu, gpu_record
+from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.load import (
     Contender,
     Race,
@@ -30,7 +31,6 @@ from trtspec.verify.load import (
     race,
     too_fast,
 )
-from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.near_misses import Drafts
 from trtspec.verify.quality import check_quality
