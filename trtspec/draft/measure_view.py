@@ -161,7 +161,8 @@ def _choice_lines(choice: Choice) -> list[str]:
         costs = ", ".join(f"{levels} {ms:.2f} ms" for levels, ms in choice.draft_costs)
         notes.append(f"drafts by levels: {costs}")
     if not choice.keep:
-        notes.append(f"best: {how}: {_shown(choice.gain)} times the recipe's speed")
+        doubt = "; not sure by these prompts, measure more" if choice.gain.interval[0] < 1 else ""
+        notes.append(f"best: {how}: {_shown(choice.gain)} times the recipe's speed{doubt}")
     view = View("What pays", ("", "drafts", "length", "nodes", "tokens/s"), tuple(rows), notes=tuple(notes))
     lines = [table(view)]
     if choice.keep:
