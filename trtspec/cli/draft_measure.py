@@ -12,7 +12,7 @@ from trtspec.cli.output import Progress, UserPath, json_option, print_json
 
 @click.command()
 @click.argument("recipe_or_engine", type=UserPath())
-@click.option("--data", default="builtin", metavar="FILE", help="Prompts: JSONL.  [default: ours]")
+@click.option("--data", default="builtin", metavar="FILE", help="Prompts: JSONL.", show_default=True)
 @click.option("--tasks", help="Only prompts of these tasks, comma-separated.")
 @click.option(
     "--num-prompts", type=click.IntRange(2), default=24, show_default=True, help="Spread over the data."
@@ -53,7 +53,7 @@ def measure(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trtspec.draft.measure import cells, checked, engine_of, prompts_of
-    from trtspec.errors import EXIT_GATE_FAILED, InputError, Problem
+    from trtspec.errors import EXIT_GATE_FAILED, InputError, Problem, TrtspecError
     from trtspec.user_files import check_writable, user_path
 
     artifact, text, folder = engine_of(recipe_or_engine, engines_dir)
@@ -108,18 +108,23 @@ def measure(
         skipped=tuple((one.name, one.why_not) for one in compared if one.why_not is not None),
         choice=choice,
     )
-    written = None
-    if output is not None and choice is not None and choice.best.changes is not None:
-        changes = {} if choice.keep else choice.best.changes
-        written = rewrite(text, changes, folder, output.resolve().parent)
-        write_user_file(output, written.text.encode(), overwrite=force)
+    # What took minutes to measure is shown even where it cannot be written.
+    written, unwritten = None, None
     view = positions_view(found)
-    if svg_file is not None and view.series:
-        write_user_file(svg_file, svg(view).encode())
-    if as_json:
+    try:
+        if output is not None and choice is not None and choice.best.changes is not None:
+            changes = {} if choice.keep else choice.best.changes
+            changed = rewrite(text, changes, folder, output.resolve().parent)
+            write_user_file(output, changed.text.encode(), overwrite=force)
+            written = changed
+        if svg_file is not None and view.series:
+            write_user_file(svg_file, svg(view).encode())
+    except TrtspecError as error:
+        unwritten = error
+    if as_json and unwritten is None:
         told = {"recipe": str(output), "comments_kept": written.comments_kept} if written else None
         print_json("draft_measure", {**fields_of(found), "written": told})
-    else:
+    elif not as_json:
         click.echo(text_of(found))
         if written is not None:
             drafts = "the recipe as it was" if choice is None or choice.keep else choice.best.label
@@ -127,6 +132,8 @@ def measure(
             click.echo(f"{output}: {drafts}{anew}")
             if folder is None and has_relative_paths(written.recipe):
                 click.echo("relative paths in it are those of the engine's recipe; check where they start")
-        elif output is not None:
+        elif output is not None and unwritten is None:
             click.echo(f"{output}: not written; nothing was chosen")
+    if unwritten is not None:
+        raise unwritten
     return EXIT_GATE_FAILED if found.failed else 0
