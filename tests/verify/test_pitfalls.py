@@ -27,6 +27,7 @@ def check(name: str, verdict: Verdict = Verdict.PASS, **evidence: Any) -> Check:
     return Check(name, verdict, "", False, evidence=evidence)
 
 
+SHORT = {"longest_prompt_tokens": 100, "max_new_tokens": 26}
 FAIR = check("speedup", interleaved=True)
 CASES: list[tuple[str, dict[str, Any], list[Check], dict[str, Any], Status]] = [
     ("wrong-baseline", NGRAM, [FAIR], {}, "answered"),
@@ -107,6 +108,14 @@ CASES: list[tuple[str, dict[str, Any], list[Check], dict[str, Any], Status]] = [
     ),
     ("long-context", LIMIT, [], {"settings": {"longest_prompt_tokens": 229, "max_new_tokens": 26}}, "open"),
     ("long-context", LIMIT, [], {"settings": {}}, "open"),
+    ("long-context", LIMIT, [check("retrieval", lengths=[99, 500])], {}, "answered"),
+    (
+        "long-context",
+        {**LIMIT, **NGRAM},
+        [check("retrieval", lengths=[99, 500])],
+        {"settings": SHORT},
+        "open",
+    ),
     ("long-context", LIMIT, [check("retrieval", pitfalls=["long-context"])], {"settings": {}}, "answered"),
 ]
 

@@ -7,6 +7,7 @@ and a mark, every plot a text and its numbers. Everything that comes from the re
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -160,7 +161,7 @@ def _pitfalls(report: Report, say: Say) -> str:
             f"<td data-label='{escape(columns[1])}'><span class='chip {kind}'>"
             f"<span aria-hidden='true'>{mark}</span> {escape(say(one.status))}</span></td>"
             f"<td data-label='{escape(columns[2])}'>{escape(say(one.key, **one.values))}</td>"
-            f"<td data-label='{escape(columns[3])}'{'' if run else ' class=empty'}>{escape(run)}</td></tr>"
+            f"<td data-label='{escape(columns[3])}'{'' if run else ' class=empty'}>{_command(run)}</td></tr>"
         )
     return f"<p>{escape(say('pitfalls.intro'))}</p>{_cards(head, rows)}"
 
@@ -174,6 +175,11 @@ def _provenance(report: Report, say: Say) -> str:
         f"<dl>{rows}</dl><details><summary>{escape(say('recipe'))}</summary>"
         f"<pre class='scroll' tabindex='0' lang='en'>{escape(recipe)}</pre></details>"
     )
+
+
+def _command(text: str) -> str:
+    """A text with options of commands that do not break after their dashes."""
+    return re.sub(r"(?<![\w-])(--[a-z-]+)", r'<span class="option">\1</span>', escape(text))
 
 
 def _breakable(name: str) -> str:

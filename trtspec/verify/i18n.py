@@ -32,6 +32,9 @@ def speaker(lang: Lang) -> Say:
 
 def check_title(name: str, say: Callable[..., str]) -> str:
     """What a check of this name asks; "" for one that is not known here."""
+    for prefix, key in (("regression.", "check.regression"), ("task:", "check.task")):
+        if name.startswith(prefix):
+            return say(key, name=name.removeprefix(prefix))
     key = f"check.{name}"
     return say(key) if key in TEXTS else ""
 
@@ -89,6 +92,9 @@ TEXTS: dict[str, tuple[str, str]] = {
     "unit.tokens/step": ("tokens/step", "词元/步"),
     "unit.draws": ("draws", "次抽样"),
     "unit.items": ("items", "道题"),
+    "unit.answers": ("answers", "个回答"),
+    "unit.parameters": ("parameters", "个参数"),
+    "unit.nats": ("nats", "奈特"),
     "check.lossless": (
         "Greedy answers with speculation are those without it",
         "推测解码的贪心输出与不推测时一致",
@@ -117,6 +123,24 @@ TEXTS: dict[str, tuple[str, str]] = {
         "Repetition in what approximate acceptance samples",
         "近似接受所采样文本的重复度",
     ),
+    "check.regression": ("{name} against the stored report", "{name} 相对存下的报告"),
+    "check.task": ("Task {name} against the 16-bit baseline", "任务 {name} 相对 16 位基线"),
+    "check.sampled": ("Sampled answers follow the target's law", "采样输出服从目标模型的分布"),
+    "check.sampling_parameters": (
+        "Sampling parameters are obeyed while drafting",
+        "推测时采样参数是否生效",
+    ),
+    "check.mean_kl": (
+        "Divergence of the next token's law from the baseline",
+        "下一词元分布相对基线的散度",
+    ),
+    "check.p99_kl": ("Its tail", "其尾部"),
+    "check.same_top_token": (
+        "Tokens with the baseline's most likely token",
+        "最可能词元与基线相同的占比",
+    ),
+    "check.degenerate_text": ("Answers that are no text", "退化的输出（空、单词元、循环）"),
+    "check.retrieval": ("Retrieval from a long context", "长上下文检索"),
     # the page
     "title": ("Verification of {name}", "{name} 的验证报告"),
     "contents": ("Contents", "目录"),

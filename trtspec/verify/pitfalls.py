@@ -230,8 +230,14 @@ def _long_context(known: _Known) -> _Answer:
     new = _number(known.settings.get("max_new_tokens"))
     if limit is None or prompt is None or new is None:
         return "open", "unknown", {}
-    values = {"longest": f"{prompt + new:.0f}", "limit": f"{limit:.0f}"}
-    return ("answered", "yes", values) if prompt + new >= LONG * limit else ("open", "short", values)
+    longest = prompt + new
+    retrieval = known.sound("retrieval")
+    if retrieval is not None and not known.speculates:
+        # Nothing but the quality of the KV cache can suffer there.
+        lengths = retrieval.evidence.get("lengths")
+        longest = max([longest, *filter(None, map(_number, lengths if isinstance(lengths, list) else []))])
+    values = {"longest": f"{longest:.0f}", "limit": f"{limit:.0f}"}
+    return ("answered", "yes", values) if longest >= LONG * limit else ("open", "short", values)
 
 
 def _number(value: object) -> float | None:

@@ -255,8 +255,8 @@ def _margins(check: Check, say: Say) -> Figure | None:
     if not found or usual is None or largest is None:
         return None
     positive = [value for value in (usual, largest, *(gap for gap, _ in found)) if value > 0]
-    low, high = math.log10(min(positive, default=1e-3)), math.log10(max(positive, default=1.0))
-    low, high = math.floor(low - 0.1), max(math.ceil(high + 0.1), math.floor(low) + 1)
+    least, most = math.log10(min(positive, default=1e-3)), math.log10(max(positive, default=1.0))
+    low, high = math.floor(least - 0.1), max(math.ceil(most + 0.1), math.floor(least) + 1)
     axes = _Axes((float(low), float(high)), (0.0, 1.0), height=170, left=24, top=44)
 
     def x(value: float) -> float:

@@ -22,7 +22,19 @@ from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
-from trtspec.verify import approximate, degenerate, gpu, load, lossless, quality, retrieval
+from trtspec.verify import (
+    approximate,
+    blackbox,
+    degenerate,
+    gpu,
+    labels,
+    load,
+    lossless,
+    quality,
+    retrieval,
+    sampled,
+    suite,
+)
 from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
@@ -71,9 +83,9 @@ def recheck(folder: Path) -> Recheck:
     stored = {check.name: check for check in bundle.report.checks}
     findings: dict[str, Finding] = {}
     for judged in bundle.judged:
-        if judged.records is None:
-            fresh, failure = {}, "its records are missing or broken"
-        else:
+        fresh: dict[str, Check] = {}
+        failure = "its records are missing or broken"
+        if judged.records is not None:
             problems += _other_gates(judged.checks, judged.records, bundle.report.recipe)
             fresh, failure = _again(judged.records)
         for name in judged.checks:
@@ -222,21 +234,13 @@ def rejudge(records: Records) -> list[Check]:
         case "retrieval":
             return [retrieval.judge_retrieval(tables["items"], **arguments)]
         case "task":
-            from trtspec.verify.suite import judge_task
-
-            return [judge_task(rows=tables["items"], **arguments)]
+            return [suite.judge_task(rows=tables["items"], **arguments)]
         case "sampled":
-            from trtspec.verify.sampled import judge_sampled
-
-            return [raw_as_records(judge_sampled(**tables["raw"][0]))]
+            return [raw_as_records(sampled.judge_sampled(**tables["raw"][0]))]
         case "blackbox":
-            from trtspec.verify.blackbox import judge_blackbox
-
-            return [raw_as_records(judge_blackbox(**tables["raw"][0]))]
+            return [raw_as_records(blackbox.judge_blackbox(**tables["raw"][0]))]
         case "parameters":
-            from trtspec.verify.labels import judge_parameters
-
-            return [raw_as_records(judge_parameters(**tables["raw"][0]))]
+            return [raw_as_records(labels.judge_parameters(**tables["raw"][0]))]
         case "acceptance":
             return [load.check_acceptance(answers_from(tables["requests"]), **arguments)]
         case "speed":
