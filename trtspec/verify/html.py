@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import Lang, Say, check_title, speaker
@@ -21,6 +22,7 @@ from trtspec.verify.report import VERDICT_WORDS, Report, check_fields, pitfalls
 _STYLE_FILE = Path(__file__).parent.parent / "data" / "report.css"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """A browser then fetches nothing, whatever the page holds."""
+_MOST_LISTED = 40
 _LANG_TAG = {"en": "en", "zh": "zh-Hans"}
 
 
@@ -136,7 +138,7 @@ def _detail(number: int, check: Check, say: Say) -> str:
         parts.append(f"<p class='how'>{escape(say('how', text=check.how))}</p>")
     if check.evidence:
         found = {key: value for key, value in check_fields(check)["evidence"].items() if key != "raw"}
-        text = json.dumps(found, indent=1, ensure_ascii=False)
+        text = json.dumps(_shortened(found), indent=1, ensure_ascii=False)
         parts.append(
             f"<details><summary>{escape(say('evidence'))}</summary>"
             f"<pre class='scroll' tabindex='0' lang='en'>{escape(text)}</pre></details>"
@@ -175,6 +177,16 @@ def _provenance(report: Report, say: Say) -> str:
         f"<dl>{rows}</dl><details><summary>{escape(say('recipe'))}</summary>"
         f"<pre class='scroll' tabindex='0' lang='en'>{escape(recipe)}</pre></details>"
     )
+
+
+def _shortened(value: Any) -> Any:
+    """Long lists without their ends, whose length is told: they are whole in the JSON report."""
+    if isinstance(value, dict):
+        return {key: _shortened(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    shown = [_shortened(inner) for inner in value[:_MOST_LISTED]]
+    return shown if len(value) <= _MOST_LISTED else [*shown, f"… +{len(value) - _MOST_LISTED}"]
 
 
 def _command(text: str) -> str:

@@ -48,11 +48,11 @@ def figures(report: Report, say: Say) -> list[Figure]:
             _tasks(check, say),
             _by_load(check, say),
             _seconds(check, say),
-            *_samples(check, say),
             _margins(check, say),
             _kl(check, say),
             _matrix(check, say),
         ]
+    found += _samples(report.checks, say)
     return [one for one in found if one is not None]
 
 
@@ -191,19 +191,24 @@ def _seconds(check: Check, say: Say) -> Figure | None:
     return _cdf(title, series, say("plot.latency.x"), say)
 
 
-def _samples(check: Check, say: Say) -> list[Figure | None]:
-    metrics = check.evidence.get("samples_ms")
-    if not isinstance(metrics, Mapping):
-        return []
+def _samples(checks: Sequence[Check], say: Say) -> list[Figure | None]:
+    """One plot a metric and load, the sides of all checks in it."""
+    merged: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for check in checks:
+        metrics, loads = check.evidence.get("samples_ms"), check.evidence.get("loads")
+        load = ", ".join(map(str, loads)) if isinstance(loads, list) else ""
+        for metric, sides in metrics.items() if isinstance(metrics, Mapping) else ():
+            if isinstance(sides, Mapping):
+                found = merged.setdefault((str(metric), load), {})
+                found.update({str(side): _flat(values) for side, values in sides.items()})
     return [
         _cdf(
-            say("plot.latency-of", metric=metric),
-            {str(name): _flat(values) for name, values in sides.items()},
+            say("plot.latency-of", metric=metric) + (f" ({load})" if load else ""),
+            series,
             f"{metric}, ms",
             say,
         )
-        for metric, sides in list(metrics.items())[:12]
-        if isinstance(sides, Mapping)
+        for (metric, load), series in list(merged.items())[:24]
     ]
 
 
@@ -269,8 +274,8 @@ def _margins(check: Check, say: Say) -> Figure | None:
         side = "end" if at > _WIDTH * 0.6 else "start"
         body.append(_text(at, y, f"{say(f'plot.margins.{key}')} {value:.2g}", side))
     for number, (gap, _) in enumerate(found[:_MAX_POINTS]):
-        y = axes.y(0.15 + 0.7 * ((number * 0.618) % 1.0))  # spread, so that equal gaps can be told apart
-        body.append(f'<circle class="dot" cx="{x(gap):.1f}" cy="{y:.1f}" r="4"/>')
+        at = axes.y(0.15 + 0.7 * ((number * 0.618) % 1.0))  # spread, so that equal gaps can be told apart
+        body.append(f'<circle class="dot" cx="{x(gap):.1f}" cy="{at:.1f}" r="4"/>')
     ticks = [(float(power), f"{10.0**power:g}") for power in range(int(low), int(high) + 1)]
     frame = axes.frame(ticks, [], say("plot.margins.x"), "")
     text = say("plot.margins.text", count=len(found), usual=f"{usual:.2g}", largest=f"{largest:.2g}")
