@@ -270,7 +270,12 @@ class Int4Linear:
         elif self._copy is not None:
             out = self._copy(x)
         else:
-            out = torch.cat([x @ decode_int4(codes, scale) for codes, scale in self._blocks], -1)
+            out = x.new_empty(x.shape[0], self._packed.shape[0])
+            first = 0
+            for codes, scale in self._blocks:
+                last = first + scale.shape[1]
+                torch.mm(x, decode_int4(codes, scale), out=out[:, first:last])
+                first = last
         return out if self.bias is None else out + self.bias
 
 

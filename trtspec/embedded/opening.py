@@ -24,6 +24,7 @@ from trtspec.embedded.machine import (
     check_memory,
     default_threads,
     estimated_weight_bytes,
+    keep_freed_memory,
     num_kv_pages,
     torch_device,
 )
@@ -63,8 +64,9 @@ def open_embedded(
 
     ``draft_dir``, ``heads_dir`` and ``corpus_dir`` hold the draft model, the trained heads and the corpus
     store of a recipe that drafts with them. ``speculation`` False drafts nothing, whatever the recipe says.
-    Sets torch's thread count for the process. Raises InputError for what this backend cannot run and for
-    a bad folder, MissingError when the machine lacks the device or the memory.
+    Sets torch's thread count and, with glibc, malloc's thresholds for the process. Raises InputError for what
+    this backend cannot run and for a bad folder, MissingError when the machine lacks the device or the
+    memory.
     """
     backend = recipe.backend
     if not isinstance(backend, EmbeddedBackend):
@@ -109,6 +111,8 @@ def open_embedded(
         batch_invariant=backend.batch_invariant,
         dequantized_copy=backend.dequantized_copy,
     )
+    if device.type == "cpu":
+        keep_freed_memory()  # after loading, whose large blocks are better given back
     new_store = partial(
         KvStore, spec, dtype=dtype, kv_format=kv_format, scales=model.kv_scales, device=device
     )
