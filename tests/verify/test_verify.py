@@ -103,7 +103,7 @@ def test_float64_proves_itself(tmp_path, data, capsys):
     built = build_tiny(tmp_path / "exact", dtype="float64")
     assert main(arguments(built.folder, data, "--json")) == 0
     checks = json.loads(capsys.readouterr().out)["report"]["checks"]
-    assert [check["name"] for check in checks][:2] == ["lossless", "quality"]
+    assert [check["name"] for check in checks][:2] == ["lossless", "sampled"]
     assert checks[0]["evidence"]["near_misses"]["refused"] > 0
 
 

@@ -120,6 +120,13 @@ def text_states(model: Decoder, tokens: Sequence[int]) -> dict[int, Tensor]:
     return model.forward(batch, KvStore(model.spec, len(tokens), dtype=model.dtype), range(_LAYERS + 1))[1]
 
 
+def text_logits(model: Decoder, tokens: Sequence[int]) -> Tensor:
+    """``[tokens, vocab]``: logits after each token of a text, in one forward."""
+    rows = torch.arange(len(tokens))
+    batch = StepBatch(torch.tensor(tokens), rows, rows, (SequenceRows(0, len(tokens), rows[:0]),), rows)
+    return model.forward(batch, KvStore(model.spec, len(tokens), dtype=model.dtype))[0]
+
+
 @functools.cache
 def calibrated_scales() -> tuple[tuple[float, float], ...]:
     """Scales of an INT8 KV cache: the largest key and value of each layer on a random text, over 127."""

@@ -74,9 +74,10 @@ def law_requests(
     with a law that top-k and top-p cut."""
     requests = []
     for number in range(answers):
-        prompt = prompts[number % len(prompts)]
-        # Whole turns of the prompts alternate, so that each prompt meets both laws.
-        cut = (number + number // len(prompts)) % 2 == 1
+        turn, index = divmod(number, len(prompts))
+        prompt = prompts[index]
+        # So that each prompt meets both laws.
+        cut = (turn + index) % 2 == 1
         t, k, p = _TRUNCATED if cut else (temperature, 0, 1.0)
         sampling = Sampling(t, k, p, seed=first_seed + number)
         requests.append(Request(f"{prompt.id}#{number}", prompt.tokens, max_new_tokens, sampling))
