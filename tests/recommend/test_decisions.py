@@ -355,6 +355,7 @@ def test_named_heads_choose_the_backend_that_has_them(
     recipe = found.recipe
     assert (recipe.speculation.kind, recipe.backend.kind) == (method, backend)
     assert recipe.quantization.kind in weights
+    assert getattr(recipe.speculation, "quantization", "none") == "none", "no step quantizes heads"
     assert list(broken_laws(found, heads=source)) == []
 
 

@@ -113,12 +113,10 @@ def _headed(case: Case, path: Path, chosen: Format) -> Iterable[Method]:
     exact = ExactAcceptance(kind="exact")
     if heads.method == "eagle3":
         rejection = sampling and case.scenario.fidelity != "exact"
-        size = "fp8" if why_not("fp8", case) is None else "none"
         yield Method(
             "eagle3",
             tuple(
-                Eagle3Speculation(kind="eagle3", heads=heads.source, num_draft_tokens=k, quantization=size)  # type: ignore[arg-type]
-                for k in lengths()
+                Eagle3Speculation(kind="eagle3", heads=heads.source, num_draft_tokens=k) for k in lengths()
             ),
             RejectionAcceptance(kind="rejection") if rejection else exact,
             ">=1.3,<1.5" if rejection else None,

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from trtspec.errors import InputError
-from trtspec.recipe import Gates, Limits, Model, Parallel, Recipe, Serving
+from trtspec.recipe import (
+    Gates,
+    Limits,
+    Model,
+    Parallel,
+    PytorchBackend,
+    Quantization,
+    Recipe,
+    Serving,
+    TensorrtBackend,
+    W8A8SqQuantization,
+)
 from trtspec.recipe_facts import drafted_positions, longest_acceptance
 from trtspec.recipe_file import dump_recipe, lint_content
+from trtspec.recipe_yaml import dotted
 from trtspec.recommend.decision import Path
 from trtspec.recommend.drafting import Drafting
 from trtspec.recommend.formats import Format
 from trtspec.recommend.pricing import Case
+from trtspec.trtllm.facts import versions_for
+from trtspec.trtllm.rules import check
+from trtspec.versions import parse_range, parse_version, range_text
 
 PERPLEXITY_RATIO = {
     "none": 1.01,
@@ -33,6 +49,7 @@ def build_recipe(
     case: Case, chosen: Format, drafting: Drafting, path: Path, *, baseline_fits: bool
 ) -> Recipe:
     """The recipe, checked by the rules of ``trtspec lint``: what is recommended has no error and no warning.
+    By those of TensorRT-LLM on this GPU its versions have no error either, and ``path`` has the warnings.
     Where the 16-bit baseline does not fit, no gate compares with its speed."""
     limits = _limits(case, chosen, drafting, path)
     recipe = Recipe(
@@ -41,7 +58,7 @@ def build_recipe(
         description=_description(case),
         model=Model(source=case.model.source),
         backend=_backend(case, drafting),
-        quantization=chosen.quantization,
+        quantization=_quantization(case, chosen),
         speculation=drafting.speculation,
         acceptance=drafting.acceptance,
         limits=limits,
@@ -53,7 +70,48 @@ def build_recipe(
     if checked.errors or checked.warnings:
         # The tree must not lead here; a recipe that lint complains about is never handed out.
         raise RuntimeError("; ".join(str(p) for p in (*checked.errors, *checked.warnings)))
-    return recipe
+    return _for_its_versions(case, recipe, path)
+
+
+def _quantization(case: Case, chosen: Format) -> Quantization:
+    """SmoothQuant's alpha as quantize.py has it, which makes the weights of engines and takes no other."""
+    if case.backend == "tensorrt" and isinstance(chosen.quantization, W8A8SqQuantization):
+        return chosen.quantization.model_copy(update={"alpha": 1.0})
+    return chosen.quantization
+
+
+def _for_its_versions(case: Case, recipe: Recipe, path: Path) -> Recipe:
+    """``recipe`` without the versions of TensorRT-LLM that refuse it; ``path`` has what the others warn of.
+    InputError when all refuse it, as they do heads for an architecture that their converter does not know."""
+    if not isinstance(recipe.backend, TensorrtBackend | PytorchBackend):
+        return recipe
+    asked = parse_range(recipe.backend.version)
+    draft = None if case.draft is None or recipe.speculation.kind != "draft_model" else case.draft.spec
+    found = {
+        version: check(recipe, version, gpu=case.gpu, checkpoint=case.spec, draft=draft)
+        for version in versions_for(recipe.backend.kind, asked)
+    }
+    refused = {v: [f for f in findings if f.severity == "error"] for v, findings in found.items()}
+    taken = [version for version in found if not refused[version]]
+    if not taken:
+        told = dict.fromkeys(f"{dotted(f.path)}: {f.message} [{f.rule}]" for v in found for f in refused[v])
+        what = f"{recipe.speculation.kind} with {recipe.quantization.kind} weights"
+        raise InputError(
+            f"no version of TensorRT-LLM takes {what}, the best by its numbers: {'; '.join(told)}"
+        )
+    for finding in (f for v in taken for f in found[v] if f.severity == "warning"):
+        path.warn(f"{dotted(finding.path)}: {finding.message} [{finding.rule}]")
+    if len(taken) == len(found):
+        return recipe
+    versions = asked
+    if refused[next(iter(found))]:
+        versions = replace(versions, low=parse_version(taken[0]), low_included=True)
+    if refused[next(reversed(found))]:
+        versions = replace(versions, high=parse_version(taken[-1]), high_included=True)
+    narrowed = range_text(versions)
+    why = next(findings[0].message for findings in refused.values() if findings)
+    path.take("backend", f"TensorRT-LLM {narrowed}", why.split(";")[0])
+    return recipe.model_copy(update={"backend": recipe.backend.model_copy(update={"version": narrowed})})
 
 
 def recipe_name(case: Case) -> str:
