@@ -20,6 +20,8 @@ from trtspec.cli.verify_modes import (
     run_self_test,
     write_json,
 )
+from trtspec.cli.verify_quality import QualityOptions, quality_options
+from trtspec.cli.verify_speed import SpeedOptions, speed_options
 from trtspec.errors import TrtspecError
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ _FILE = UserPath()
 @click.option(
     "--quality-tokens", type=click.IntRange(2), help="Tokens for perplexity.  [default: 3000; quick: 1000]"
 )
+@quality_options
+@speed_options
 @click.option("--quick", is_flag=True, help="Measure less: wider intervals, about half the time.")
 @click.option("-o", "--output", type=_FILE, help="Write the report as JSON to this file.")
 @form_options
@@ -95,6 +99,8 @@ def verify(
     rounds: int | None,
     heldout: Path | None,
     quality_tokens: int | None,
+    quality: QualityOptions,
+    speed: SpeedOptions,
     quick: bool,
     output: Path | None,
     markdown: Path | None,
@@ -118,6 +124,7 @@ def verify(
     cannot excuse a difference; in 16 bit near ties may differ. Sampled answers are scored token by token
     under the target's own law, from which strict acceptance must not depart. Approximate (typical) acceptance
     is never called lossless: what it samples is judged by its likelihood under the target and by repetition.
+    With --url two endpoints are compared instead, by what a client sees of them.
     Compares the engine with the same weights without speculation and with the 16-bit baseline, by the gates
     of its recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
     """
@@ -128,10 +135,20 @@ def verify(
         ctx.ensure_object(Session).json = True
     as_json = json_file == "-"
     planning = (bias, outcomes, power) != (None, None, None)
-    only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
+    # What only an engine's folder can show.
+    inside = {
+        "--exact-prompts": exact_prompts, "--exact-tokens": exact_tokens, "--heldout": heldout,
+        "--sampled": sampled, "--sampled-prompts": sampled_prompts, "--sampled-tokens": sampled_tokens,
+        "--temperature": temperature, "--quality-tokens": quality_tokens, "--tasks": quality.tasks,
+        "--lm-eval": quality.lm_eval, "--retrieval": quality.retrieval, "--against": against,
+        "--plan": plan, "--self-test": self_test,
+    }  # fmt: skip
+    speed.check(engine=engine, others=inside)
+    if speed.url is None:
+        only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
     if plan:
         return print_plan(bias, outcomes, power, json_file)
-    if self_test or engine is None:
+    if self_test:
         return run_self_test(json_file)
     from trtspec.artifact import open_artifact
     from trtspec.folders import refuse_existing
@@ -159,6 +176,7 @@ def verify(
         QUICK if quick else Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
+    settings = quality.applied(settings)
     if sampled:
         settings = dataclasses.replace(settings, sampled_seconds=None)
     for path in (output, markdown, html, junit):
@@ -166,15 +184,26 @@ def verify(
             check_writable(path)
     if bundle is not None:
         refuse_existing(bundle)
-    # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
-    built = open_artifact(engine, check_hashes=True)
-    old = None if against is None else read_old(against, source_digest=built.manifest.source.digest)
-    with Progress(quiet=as_json) as progress:
-        result = protocol.verify(
-            built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
-        )
-    if old is not None:
-        result = with_regressions(result, old, str(against))
+    if engine is None:
+        with Progress(quiet=as_json) as progress:
+            result = speed.measure(
+                progress,
+                prompts=prompts,
+                num_prompts=num_prompts,
+                max_new_tokens=max_new_tokens,
+                rounds=rounds,
+                quick=quick,
+            )
+    else:
+        # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
+        built = open_artifact(engine, check_hashes=True)
+        old = None if against is None else read_old(against, source_digest=built.manifest.source.digest)
+        with Progress(quiet=as_json) as progress:
+            result = protocol.verify(
+                built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
+            )
+        if old is not None:
+            result = with_regressions(result, old, str(against))
     # The result is shown even where it cannot be written any more.
     unwritten: TrtspecError | None = None
     bundle_digest = ""

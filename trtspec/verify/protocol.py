@@ -19,8 +19,9 @@ from trtspec.ruler import Answer, acceptance_within, max_draft, run
 from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
+from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
-from trtspec.verify.gpu import check_gpu, gpu_record
+from trtspec.verify.gpu import ELSEWHERE, check_gpu, gpu_record
 from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.load import (
     Contender,
@@ -37,6 +38,8 @@ from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.sampled import check_sampled
 from trtspec.verify.settings import Settings
+from trtspec.verify.suite import Plan, Side, check_suite, plan_suite, skipped_suite
+from trtspec.verify.tasks import task_files
 
 OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
@@ -86,7 +89,9 @@ def verify(
         label = fidelity(recipe)
         stop_tokens = tokenizer.eos_token_ids
         checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=_LOSSLESS[label])
+        checks += skipped_suite(recipe.gates, settings, f"needs scores, which are not there; {ELSEWHERE}")
         return _report(built, settings, prompts, checks, argv, began, created)
+    plan = plan_suite(settings, recipe.gates, tokenizer, recipe.limits.max_seq_tokens)
     texts: list[list[int]] = []
     if built.manifest.target != "baseline":
         texts = load_texts(
@@ -118,6 +123,7 @@ def verify(
         checks[1:1] = _sampled(engines, prompts, settings, recipe, on_progress)
         if sampled:
             checks[:0] = _approximate(engines, sampled, tokenizer, settings, recipe, on_progress)
+        checks += _suite(engines, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress)
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
         livelier = _liveliest(prompts, answers, settings)
@@ -194,6 +200,10 @@ def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str,
         "prompts_sha256": file_sha256(prompts_file),
         "heldout": "builtin" if settings.heldout is None else str(heldout),
         "heldout_sha256": file_sha256(heldout),
+        "tasks": [str(path) for path in settings.tasks],
+        "tasks_sha256": [file_sha256(path) for path in task_files(settings.tasks)],
+        "lm_eval": list(settings.lm_eval),
+        "lm_eval_path": None if settings.lm_eval_path is None else str(settings.lm_eval_path),
     }
 
 
@@ -346,6 +356,37 @@ def _sampled_s(engines: _Engines, prompts: Sequence[Prompt], settings: Settings,
     return step_s * (2 * 2.5 * batches * settings.max_new_tokens + 2 * 2 * answers)
 
 
+def _suite(
+    engines: _Engines,
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    earlier: Sequence[Check],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    recipe: Recipe,
+    on_progress: OnProgress,
+) -> list[Check]:
+    """Quality beyond perplexity: the recipe's engine against the 16-bit one without speculation."""
+
+    def stage(name: str) -> Callable[[int, int], None]:
+        on_progress(name, 0, 0)
+        return lambda done, total: on_progress(name, done, total)
+
+    return check_suite(
+        plan,
+        Side(engines.recipe, engines.plain, max_draft(recipe.speculation)),
+        Side(engines.baseline, engines.baseline, 0),
+        prompts,
+        answers,
+        earlier,
+        tokenizer=tokenizer,
+        settings=settings,
+        gates=recipe.gates,
+        stage=stage,
+    )
+
+
 def _speller(tokenizer: Tokenizer) -> Callable[[int], str]:
     return lambda token: tokenizer.decode([token], skip_special_tokens=False)
 
@@ -459,20 +500,30 @@ def _measure(
     checks = [identity.check]
 
     if quantizes:
-        checks.append(
-            check_quality(
-                engines.plain,
-                engines.baseline,
-                texts,
-                bound=gates.max_perplexity_ratio,
-                source="held-out texts that ship with trtspec"
-                if settings.heldout is None
-                else settings.heldout.name,
-                on_progress=stage("quality: perplexity against the 16-bit baseline"),
-            )
+        heldout = settings.heldout
+        source = "held-out texts that ship with trtspec" if heldout is None else heldout.name
+        quality = check_quality(
+            engines.plain,
+            engines.baseline,
+            texts,
+            bound=gates.max_perplexity_ratio,
+            source=source,
+            on_progress=stage("quality: perplexity and divergence against the 16-bit baseline"),
         )
+        checks.append(quality)
+        if quality.records is not None:
+            checks += judge_divergence(
+                quality.records.tables["tokens"],
+                max_mean_kl=gates.max_mean_kl,
+                max_p99_kl=gates.max_p99_kl,
+                min_same_top_token=gates.min_same_top_token,
+                source=source,
+            )
     else:
-        checks.append(_skipped("quality", "nothing is quantized: the target is the 16-bit baseline", False))
+        reason = "nothing is quantized: the target is the 16-bit baseline"
+        checks.append(_skipped("quality", reason, False))
+        of_laws = ("max_mean_kl", "max_p99_kl", "min_same_top_token")
+        checks += [_skipped(one[4:], reason, True) for one in of_laws if getattr(gates, one) is not None]
 
     if speculates:
         checks.append(

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from trtspec.engine import Engine
 from trtspec.stats import mean_difference_ratio
+from trtspec.verify.divergence import compare_laws
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.records import Records, Row
 
@@ -26,21 +27,16 @@ def check_quality(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Check:
     """Perplexity ratio of ``target`` over ``baseline`` on ``texts`` (token ids), gated by its upper end."""
-    target_logprobs, baseline_logprobs, agreements = [], [], 0
-    rows: list[Row] = []
-    for number, text in enumerate(texts, start=1):
-        ours, theirs = target.score(text), baseline.score(text)
-        target_logprobs.append(ours.logprobs)
-        baseline_logprobs.append(theirs.logprobs)
-        same = [a == b for a, b in zip(ours.top_tokens, theirs.top_tokens, strict=True)]
-        agreements += sum(same)
-        pairs = zip(ours.logprobs, theirs.logprobs, same, strict=True)
-        rows += [
-            {"text": number - 1, "position": position, "target": a, "baseline": b, "same_top": agree}
-            for position, (a, b, agree) in enumerate(pairs)
-        ]
-        on_progress(number, len(texts))
-    check = judge(target_logprobs, baseline_logprobs, bound=bound, source=source, agreements=agreements)
+    rows = compare_laws(target, baseline, texts, on_progress=on_progress)
+    by_text: list[list[Row]] = [[] for _ in texts]
+    for row in rows:
+        by_text[row["text"]].append(row)
+    check = judge(
+        *([[row[side] for row in text] for text in by_text] for side in ("target", "baseline")),
+        bound=bound,
+        source=source,
+        agreements=sum(row["same_top"] for row in rows),
+    )
     return replace(check, records=Records("quality", {"bound": bound, "source": source}, {"tokens": rows}))
 
 

@@ -13,17 +13,20 @@ from dataclasses import asdict, dataclass
 
 from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem
+from trtspec.prompts import Prompt
 from trtspec.recipe import Gates
+from trtspec.ruler import Answer, run
 from trtspec.text import Tokenizer
-from trtspec.verify.degenerate import degeneration
+from trtspec.verify.degenerate import degenerate_rows, degeneration, judge_degenerate
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.harness import HarnessItem, require_harness, run_harness
+from trtspec.verify.lossless import requests_for
 from trtspec.verify.noninferiority import judge_pairs
-from trtspec.verify.records import Records, Row
+from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.retrieval import judge_retrieval, measure_retrieval, needles
 from trtspec.verify.sandbox import isolated
 from trtspec.verify.settings import Settings
-from trtspec.verify.tasks import BUILTIN, TASKS_FILE, Item, Scored, load_tasks, score_items
+from trtspec.verify.tasks import TASKS_FILE, Item, Scored, load_tasks, score_items, task_files
 
 Stage = Callable[[str], Callable[[int, int], None]]
 
@@ -51,11 +54,11 @@ def plan_suite(settings: Settings, gates: Gates, tokenizer: Tokenizer, max_seq_t
     lm-evaluation-harness."""
     if settings.lm_eval:
         require_harness()
-    paths = [TASKS_FILE if str(path) == BUILTIN else path for path in settings.tasks]
+    paths = task_files(settings.tasks)
     if gates.max_task_loss is not None and not paths and not settings.lm_eval:
         paths = [TASKS_FILE]
     items: list[Item] = []
-    for path in dict.fromkeys(paths):
+    for path in paths:
         more = load_tasks(
             path,
             tokenizer,
@@ -133,6 +136,47 @@ def check_tasks(
         }
         for row in written
     ]
+
+
+def check_suite(
+    plan: Plan,
+    target: Side,
+    baseline: Side,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Answer],
+    earlier: Sequence[Check],
+    *,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    gates: Gates,
+    stage: Stage,
+) -> list[Check]:
+    """Tasks, retrieval and degenerate text, as planned. ``answers``: what the target wrote to ``prompts``;
+    ``earlier``: the checks so far, whose records hold the other answers."""
+    stops = tokenizer.eos_token_ids
+    ids = [answer.request_id for answer in answers]
+    mine = [answer.tokens for answer in answers]
+    rows: list[Row] = []
+    if target.scorer is not baseline.scorer:
+        advance = _counter(stage("degenerate_text: the baseline's answers to the same prompts"), len(prompts))
+        requests = requests_for(prompts, settings.max_new_tokens, stops)
+        others = run(baseline.writer, requests, draft_limit=0, on_answer=advance).answers
+        rows += degenerate_rows("greedy", ids, mine, [answer.tokens for answer in others], stops)
+    for records in (check.records for check in earlier if check.records is not None):
+        if records.judge == "lossless" and target.scorer is baseline.scorer and not rows:
+            theirs = [answer.tokens for answer in answers_from(records.tables["reference"])]
+            rows += degenerate_rows("greedy", ids, mine, theirs, stops)
+        if records.judge == "approximate" and not any(row["stage"] == "sampled" for row in rows):
+            ours, strict = (answers_from(records.tables[name]) for name in ("approximate", "strict"))
+            tokens = ([answer.tokens for answer in side] for side in (ours, strict))
+            rows += degenerate_rows("sampled", [answer.request_id for answer in ours], *tokens, stops)
+    checks, written = check_tasks(plan, target, baseline, tokenizer, settings, gates, stage)
+    if plan.retrieval:
+        checks.append(check_retrieval(target.scorer, baseline.scorer, tokenizer, settings, gates, stage))
+    rows += written
+    if rows:
+        checks.append(judge_degenerate(rows, margin=gates.max_degenerate_rise))
+    return checks
 
 
 def _runs_code(rows: Sequence[Row]) -> bool:

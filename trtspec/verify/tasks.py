@@ -95,6 +95,11 @@ class Scored:
     logprobs: tuple[float, ...] = ()
 
 
+def task_files(paths: Sequence[Path]) -> list[Path]:
+    """``paths`` without doubles, the file that ships with trtspec for :data:`BUILTIN`."""
+    return list(dict.fromkeys(TASKS_FILE if str(path) == BUILTIN else path for path in paths))
+
+
 def load_tasks(
     path: Path, tokenizer: Tokenizer, *, max_seq_tokens: int, limit: int | None = None, judge: bool = False
 ) -> list[Item]:
