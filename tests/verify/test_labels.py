@@ -78,7 +78,8 @@ def without(**fields: object) -> Callable[[Request], Request]:
     def change(request: Request) -> Request:
         if request.sampling.greedy:
             return request
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, **fields))  # type: ignore[arg-type]
+        changed = dataclasses.replace(request.sampling, **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(request, sampling=changed)
 
     return change
 
@@ -116,8 +117,11 @@ def test_what_is_ignored_is_told(ignored, change):
 
 
 def test_what_is_not_told_is_no_pass():
-    rows = [{"parameter": "stop", "honoured": None, "found": ""}, {"parameter": "seed", "honoured": True,
-    "found": ""}] check = judge_parameters(table=rows, labelled=[], drafted=0, required=True)
+    rows = [
+        {"parameter": "stop", "honoured": None, "found": ""},
+        {"parameter": "seed", "honoured": True, "found": ""},
+    ]
+    check = judge_parameters(table=rows, labelled=[], drafted=0, required=True)
     assert (check.verdict, check.required) == (Verdict.MEASURED, False)
     assert "not told: stop" in check.summary
     assert check.warnings

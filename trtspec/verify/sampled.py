@@ -293,7 +293,8 @@ def judge_sampled(
         f"surprisal less entropy {mine.excess_nats:+.3f} ± {1.96 * mine.error_nats:.3f} nats a token "
         f"(without drafts {other.excess_nats:+.3f})"
     )
-    scope = f"{mine.tokens} sampled tokens ({tokens_a_step:.2f} a step)"
+    kept = f"{tokens_a_step:.2f} a step, {accepted} drafts kept, {drafted - accepted} refused"
+    scope = f"{mine.tokens} sampled tokens ({kept})"
     if contradictions:
         verdict, required = Verdict.ERROR, True
         summary = f"the engine's counts contradict its outputs: {contradictions[0]}"
