@@ -22,6 +22,24 @@ class Prompt:
     tokens: tuple[int, ...]
     task: str = ""
     """What kind of prompt it is (``chat``, ``rewrite`` ...), if the file says."""
+    language: str = ""
+    """``en``, ``zh`` ..., if the file says."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A prompt before any tokenizer: for endpoints, which have their own."""
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    """``role`` and ``content``."""
+    task: str = ""
+    language: str = ""
+
+    @property
+    def text(self) -> str:
+        """What a model without a chat template continues."""
+        return "\n\n".join(message["content"] for message in self.messages)
 
 
 def load_prompts(
@@ -63,7 +81,8 @@ def load_prompts(
         elif name in seen:
             problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
         else:
-            prompts.append(Prompt(name, tuple(tokens), str(value.get("task", ""))))
+            task, language = (str(value.get(key, "")) for key in ("task", "language"))
+            prompts.append(Prompt(name, tuple(tokens), task, language))
         seen.add(name)
     if not prompts and not problems:
         message = f"holds no prompt of at most {max_tokens} tokens (limits.max_input_tokens, max_seq_tokens)"
@@ -73,6 +92,32 @@ def load_prompts(
     if len(prompts) > limit:
         prompts = [prompts[i * len(prompts) // limit] for i in range(limit)]
     return prompts
+
+
+def load_chats(path: Path, *, limit: int, sample: bool = False) -> list[Chat]:
+    """Up to ``limit`` prompts of a JSONL file as they are: the first ones, or with ``sample`` ones spread
+    evenly over the file. Lines as :func:`load_prompts` reads them; raises InputError with every bad line."""
+    problems: list[Problem] = []
+    chats: dict[str, Chat] = {}
+    for number, value in read_lines(path, problems):
+        messages = _messages(value)
+        name = str(value.get("id", f"line-{number}"))
+        if messages is None:
+            message = "needs messages (a list of role and content), prompt or text, not empty"
+            problems.append(Problem(message, file=str(path), line=number))
+        elif name in chats:
+            problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
+        else:
+            kept = tuple({key: one[key] for key in ("role", "content")} for one in messages)
+            chats[name] = Chat(name, kept, str(value.get("task", "")), str(value.get("language", "")))
+    if not chats and not problems:
+        problems.append(Problem("holds no prompts", file=str(path)))
+    if problems:
+        raise InputError(problems)
+    found = list(chats.values())
+    if len(found) <= limit:
+        return found
+    return [found[i * len(found) // limit] for i in range(limit)] if sample else found[:limit]
 
 
 def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_tokens: int) -> list[list[int]]:
@@ -99,13 +144,21 @@ def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_token
 
 
 def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | None:
-    text = value.get("prompt", value.get("text"))
-    messages = value.get("messages", [{"role": "user", "content": text}])
-    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+    messages = _messages(value)
+    if messages is None:
         return None
     if tokenizer.has_chat_template:
         return tokenizer.encode_chat(messages)
     return tokenizer.encode("\n\n".join(message["content"] for message in messages))
+
+
+def _messages(value: dict[str, Any]) -> list[dict[str, str]] | None:
+    """The messages of a line, checked; None if there are none."""
+    text = value.get("prompt", value.get("text"))
+    messages = value.get("messages", [{"role": "user", "content": text}])
+    if not (isinstance(messages, list) and messages and all(_is_message(message) for message in messages)):
+        return None
+    return messages
 
 
 def _is_message(value: object) -> bool:

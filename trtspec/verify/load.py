@@ -25,7 +25,7 @@ DEFINITION = "acceptance length = tokens emitted per target step, bonus or recov
 DEAD_LENGTH = 1.02
 """Below this, drafting yields next to nothing."""
 # Clock noise that a speedup may carry before it contradicts the token counts.
-_CLOCK_SLACK = 1.10
+CLOCK_SLACK = 1.10
 # Acceptance in 16 bit above that in float64: by chance less often than this, and not a trifle.
 _SUSPICIOUS_P = 0.02
 _SUSPICIOUS_RATE = 0.05
@@ -220,14 +220,14 @@ def too_fast(result: Race, name: str = "recipe", over: str = "no_speculation") -
     one side down. "all": in every single pair of runs; "sum": all together, though not in each."""
     # Every single pair: a machine that is busy for a while makes some of them impossible, not all.
     pairs = zip(result.ratios(name, over), _possible(result, name, over), strict=True)
-    if all(value > most * _CLOCK_SLACK for values, most in pairs for value in values):
+    if all(value > most * CLOCK_SLACK for values, most in pairs for value in values):
         return "all"
     steps = {
         one: sum(len(run.answers[0].emitted) for rounds in result.runs[one] for run in rounds)
         for one in (name, over)
     }
     speedup = result.tokens_per_s(name) / result.tokens_per_s(over)
-    return "sum" if speedup > steps[over] / steps[name] * _CLOCK_SLACK else ""
+    return "sum" if speedup > steps[over] / steps[name] * CLOCK_SLACK else ""
 
 
 def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: float | None) -> Check:

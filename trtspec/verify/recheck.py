@@ -170,6 +170,8 @@ def _whole(bundle: Bundle) -> list[str]:
     statuses = [[(one.get("id"), one.get("status")) for one in side] for side in (_pitfalls(bundle), wanted)]
     if statuses[0] != statuses[1]:
         problems.append("report.json: pitfalls: not those that follow from its checks")
+    if not report.recipe and not report.recipe_digest:
+        return problems  # two endpoints: no recipe is known
     recipe = _recipe(report.recipe)
     if recipe is None or recipe_digest(recipe) != report.recipe_digest:
         problems.append("report.json: recipe: its digest is not recipe_digest")
@@ -249,6 +251,14 @@ def rejudge(records: Records) -> list[Check]:
             return [load.check_speed(race, **names)]
         case "approximate":
             return _approximate(arguments, tables)
+        case "latency":
+            from trtspec.verify.latency import judge_latency
+
+            return judge_latency(tables["requests"], **arguments)
+        case "endpoints":
+            from trtspec.verify.endpoint_check import judge_endpoints
+
+            return judge_endpoints(tables["replies"], **arguments)
         case "gpu_same":
             return [_gpu_same(arguments, tables)]
         case "gpu_acceptance":

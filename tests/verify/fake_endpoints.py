@@ -1,0 +1,199 @@
+"""Real HTTP servers that speak the two protocols, with a model that is a hash, and faults to plant."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+WORDS = ("ash", "bay", "cove", "dune", "elm", "fen", "glen", "holt")
+
+
+@dataclass(frozen=True)
+class Fake:
+    """``protocol``: openai, llmapi or ensemble. ``per_step``: tokens that a step emits. Faults: ``lossy``
+    answers otherwise, ``short`` drops the last token, ``inflate`` claims so many tokens more, ``noise`` makes
+    answers under load differ, ``refuse`` names request keys that are a 400, ``silent`` does not answer."""
+
+    protocol: str = "openai"
+    per_step: int = 1
+    step_s: float = 0.001
+    ids: bool = True
+    usage: bool = True
+    counters: bool = False
+    lossy: bool = False
+    short: bool = False
+    inflate: int = 0
+    noise: bool = False
+    refuse: tuple[str, ...] = ()
+    silent: bool = False
+    failing: bool = False
+    serial: bool = False
+    """One request at a time, so that an open loop can be too much."""
+    garbage: bool = False
+    key: str = ""
+
+
+def answer(prompt: str, count: int) -> list[int]:
+    """The greedy continuation: every token follows from all before it."""
+    state, tokens = prompt.encode(), []
+    for _ in range(count):
+        state = hashlib.sha256(state).digest()
+        tokens.append(state[0] % len(WORDS))
+    return tokens
+
+
+def spell(tokens: list[int]) -> str:
+    return "".join(f" {WORDS[token]}" for token in tokens)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, fake: Fake) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fake, self.lock, self.busy, self.active = fake, threading.Lock(), threading.Lock(), 0
+        self.drafts = self.drafted = self.accepted = self.generated = 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, status: int, value: Any, kind: str = "application/json") -> None:
+        body = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        fake, path = self.server.fake, self.path
+        if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
+            return self._send(401, {"error": "no key"})
+        if fake.protocol == "openai" and path == "/v1/models":
+            return self._send(200, {"data": [{"id": "hash"}]})
+        if fake.protocol == "openai" and path == "/metrics" and fake.counters:
+            server = self.server
+            lines = [
+                f'vllm:spec_decode_num_drafts_total{{model_name="hash"}} {float(server.drafts)}',
+                f'vllm:spec_decode_num_draft_tokens_total{{model_name="hash"}} {float(server.drafted)}',
+                f'vllm:spec_decode_num_accepted_tokens_total{{model_name="hash"}} {float(server.accepted)}',
+                f'vllm:generation_tokens_total{{model_name="hash"}} {float(server.generated)}',
+            ]
+            return self._send(200, "\n".join(lines) + "\n", "text/plain")
+        if fake.protocol != "openai" and path == "/v2/health/ready":
+            return self._send(200, {})
+        if fake.protocol != "openai" and path == "/v2/models/hash":
+            names = ["text_input", "max_tokens", "stream", "top_k", "return_num_output_tokens"]
+            if fake.protocol == "llmapi":
+                names = ["text_input", "sampling_param_max_tokens", "streaming", "return_finish_reason"]
+            return self._send(200, {"inputs": [{"name": name} for name in names]})
+        return self._send(404, {"error": "no such path"})
+
+    def do_POST(self) -> None:
+        fake = self.server.fake
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/v2/repository/index":
+            return self._send(200, [{"name": "hash", "state": "READY"}])
+        if any(key in body for key in fake.refuse):
+            return self._send(400, {"error": {"message": f"unknown field {fake.refuse[0]}"}})
+        if fake.silent:
+            time.sleep(2)
+        if fake.failing and self.server.generated > 40:
+            return self._send(503, {"error": "too busy"})
+        with self.server.lock:
+            self.server.active += 1
+        try:
+            if fake.serial:
+                with self.server.busy:
+                    self._stream(body)
+            else:
+                self._stream(body)
+        finally:
+            with self.server.lock:
+                self.server.active -= 1
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        fake, openai = self.server.fake, self.server.fake.protocol == "openai"
+        count = body.get("max_tokens") or body.get("sampling_param_max_tokens")
+        prompt = body.get("prompt") or body.get("text_input") or json.dumps(body.get("messages"))
+        tokens = answer(prompt, count)
+        if fake.lossy:
+            at = count // 2
+            tokens = [*tokens[:at], *((token + 1) % len(WORDS) for token in tokens[at:])]
+        if fake.noise and self.server.active > 1:
+            tokens[-1] = (tokens[-1] + 1) % len(WORDS)
+        if fake.short:
+            tokens = tokens[:-1]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if fake.garbage:
+            self.wfile.write(b"data: {not json\n\n")
+            return
+        so_far = ""
+        for start in range(0, len(tokens), fake.per_step):
+            time.sleep(fake.step_s)
+            piece = tokens[start : start + fake.per_step]
+            so_far += spell(piece)
+            last = start + fake.per_step >= len(tokens)
+            self._event(self._piece(body, piece, so_far, last, len(tokens)))
+            with self.server.lock:
+                self.server.drafts += fake.per_step > 1
+                self.server.drafted += fake.per_step if fake.per_step > 1 else 0
+                self.server.accepted += len(piece) - 1
+                self.server.generated += len(piece)
+        if openai:
+            if fake.usage and body.get("stream_options"):
+                self._event({"choices": [], "usage": {"completion_tokens": len(tokens) + fake.inflate}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _piece(
+        self, body: dict[str, Any], piece: list[int], so_far: str, last: bool, count: int
+    ) -> dict[str, Any]:
+        fake = self.server.fake
+        if fake.protocol == "openai":
+            choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
+            choice |= {"text": spell(piece)} if "prompt" in body else {"delta": {"content": spell(piece)}}
+            if fake.ids and body.get("return_token_ids"):
+                choice["token_ids"] = piece
+            return {"choices": [choice]}
+        if fake.protocol == "llmapi":
+            found: dict[str, Any] = {"model_name": "hash", "text_output": so_far}
+            if last:
+                found |= {"num_output_tokens": count + fake.inflate, "finish_reason": "length"}
+                found |= {"acceptance_length": count / -(-count // fake.per_step)}
+                steps = -(-count // fake.per_step)
+                found |= {"total_draft_tokens": steps * (fake.per_step - 1)}
+                found |= {"total_accepted_draft_tokens": count - steps}
+            return found
+        return {"text_output": spell(piece), "num_output_tokens": count + fake.inflate}
+
+    def _event(self, value: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+        self.wfile.flush()
+
+
+@contextmanager
+def serving(*fakes: Fake) -> Iterator[list[str]]:
+    """The URLs of servers of ``fakes`` while the block runs."""
+    servers = [_Server(fake) for fake in fakes]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        yield [f"http://127.0.0.1:{server.server_address[1]}" for server in servers]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()

@@ -1,0 +1,190 @@
+"""Two endpoints against each other: real HTTP servers of both protocols, and faults that must be caught."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from tests.verify.fake_endpoints import Fake, serving
+from trtspec.errors import InputError, MissingError
+from trtspec.prompts import PROMPTS_FILE, load_chats
+from trtspec.verify.bundle import write_bundle
+from trtspec.verify.endpoint import closed_loop, connect, open_loop, poisson_times
+from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
+from trtspec.verify.gates import Verdict
+from trtspec.verify.recheck import recheck
+
+SMALL = EndpointSettings(num_prompts=8, max_new_tokens=12, rounds=2, requests=16, concurrency=4)
+CHATS = load_chats(PROMPTS_FILE, limit=8, sample=True)
+
+
+def judged(mine: Fake, baseline: Fake, settings: EndpointSettings = SMALL, **named):
+    with serving(mine, baseline) as urls:
+        ends = [connect(url, timeout_s=5.0, **named) for url in urls]
+        report = verify_endpoints(*ends, CHATS, settings)
+    return report, {check.name: check for check in report.checks}
+
+
+@pytest.mark.parametrize("protocol", ["openai", "llmapi", "ensemble"])
+def test_a_faster_server_with_the_same_answers_passes(protocol, tmp_path):
+    slow = 0.004
+    report, checks = judged(
+        Fake(protocol, per_step=3, step_s=slow, counters=True), Fake(protocol, step_s=slow, counters=True)
+    )
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert checks["lossless"].evidence["compared"] == ("token ids" if protocol == "openai" else "text")
+    assert report.exit_code == 0
+    assert checks["speedup"].verdict is Verdict.MEASURED
+    assert checks["speedup"].measured > 1.2
+    assert checks["token_counter"].verdict is Verdict.MEASURED
+    if protocol != "ensemble":  # which tells no drafts
+        assert checks["acceptance"].measured == pytest.approx(3.0, abs=0.01)
+        assert checks["baseline_without_speculation"].verdict is Verdict.MEASURED
+    assert checks["quality"].verdict is Verdict.SKIPPED
+    assert {"latency_url", "latency_baseline"} <= set(checks)
+    latency = checks["latency_url"].evidence["latency"]
+    assert latency["TTFT"]["p99_ms"] is None  # 16 requests do not show a p99
+    write_bundle(tmp_path / "b", report)
+    again = recheck(tmp_path / "b")
+    assert (again.problems, again.exit_code) == ((), 0), again
+    assert {one.check for one in again.findings if one.status == "no records"} == {
+        "quality",
+        "lossless_float64",
+    }
+
+
+@pytest.mark.parametrize("protocol", ["openai", "llmapi"])
+@pytest.mark.parametrize(
+    ("fault", "check", "verdict"),
+    [
+        ({"lossy": True}, "lossless", Verdict.FAIL),
+        ({"short": True}, "lossless", Verdict.FAIL),
+        ({"inflate": 5}, "token_counter", Verdict.ERROR),
+    ],
+)
+def test_planted_faults_are_caught(protocol, fault, check, verdict):
+    report, checks = judged(Fake(protocol, per_step=2, **fault), Fake(protocol))
+    assert checks[check].verdict is verdict, checks[check].summary
+    assert report.exit_code == 1
+
+
+def test_a_counter_that_runs_ahead_is_caught_without_token_ids_too():
+    _, checks = judged(Fake(ids=False, inflate=2), Fake(ids=False))
+    assert checks["token_counter"].verdict is Verdict.ERROR
+    assert "the same text" in checks["token_counter"].summary or "claimed" in checks["token_counter"].summary
+
+
+def test_a_slow_server_fails_the_gate_and_a_sleep_in_the_baseline_is_no_speedup():
+    gate = EndpointSettings(**{**vars(SMALL), "min_speedup": 1.0})
+    report, checks = judged(Fake(step_s=0.005), Fake(step_s=0.001), gate)
+    assert checks["speedup"].verdict is Verdict.FAIL
+    assert report.exit_code == 1
+    slept = Fake(step_s=0.008, counters=True)
+    _, checks = judged(Fake(per_step=2, step_s=0.001, counters=True), slept)
+    assert checks["speedup"].verdict is Verdict.ERROR
+    assert "more than 2.00 tokens a step" in checks["speedup"].summary
+
+
+def test_a_baseline_that_speculates_is_none():
+    _, checks = judged(Fake("llmapi", per_step=3), Fake("llmapi", per_step=3))
+    assert checks["baseline_without_speculation"].verdict is Verdict.ERROR
+
+
+def test_more_tokens_a_step_than_a_step_drafts_are_refused():
+    settings = EndpointSettings(**{**vars(SMALL), "draft_tokens": 2})
+    _, checks = judged(Fake("llmapi", per_step=4), Fake("llmapi"), settings)
+    assert checks["acceptance"].verdict is Verdict.ERROR
+    assert "at most 3" in checks["acceptance"].summary
+
+
+def test_noise_of_the_baseline_is_no_fault_of_the_other():
+    # Both answer otherwise under load: as much on one side as on the other.
+    _, checks = judged(Fake(noise=True, per_step=2, step_s=0.004), Fake(noise=True, step_s=0.004))
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert checks["lossless"].evidence["floor"] > 0
+
+
+def test_what_a_server_refuses_is_left_out_and_what_it_does_not_tell_is_skipped():
+    _, checks = judged(
+        Fake(refuse=("return_token_ids",), usage=False), Fake(refuse=("stream_options",), ids=False)
+    )
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert checks["lossless"].evidence["compared"] == "text"
+    assert checks["acceptance"].verdict is Verdict.SKIPPED
+    assert checks["token_counter"].verdict is Verdict.SKIPPED
+
+
+def test_a_chat_server_and_triton_get_the_same_prompt():
+    report, checks = judged(Fake("openai", per_step=2), Fake("llmapi"))
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert "no chat template" in report.settings["url_endpoint"]
+
+
+def test_requests_that_fail_are_counted_not_raised():
+    report, checks = judged(Fake(failing=True), Fake())
+    assert checks["lossless"].warnings or checks["lossless"].verdict is Verdict.ERROR
+    assert report.exit_code != 0 or checks["latency_url"].evidence["rates"]["failed"] > 0
+
+
+def test_errors_are_one_line_and_every_wait_ends():
+    with pytest.raises(MissingError, match="nothing answers"):
+        connect("http://127.0.0.1:9", timeout_s=1.0)
+    for bad in ("ftp://x", "http://", "http://u:p@h", "http://h:99999", "http://a b", "http://h/?q=1"):
+        with pytest.raises(InputError):
+            connect(bad, timeout_s=1.0)
+    with serving(Fake(silent=True), Fake(garbage=True), Fake(key="k"), Fake()) as urls:
+        for url, text in zip(urls[:2], ("no answer for 0.3 s", "no JSON object"), strict=True):
+            with pytest.raises(MissingError, match=text):
+                verify_endpoints(connect(url, timeout_s=0.3), connect(urls[3]), CHATS, SMALL)
+        with pytest.raises(MissingError, match="wants a key"):
+            connect(urls[2])
+        connect(urls[2], api_key="k")
+        with pytest.raises(InputError, match="no model 'other' there; it has: hash"):
+            connect(urls[3], model="other")
+        with pytest.raises(InputError, match=r"no model .hash. there|neither"):
+            connect(urls[3], protocol="triton")
+
+
+def test_the_command_line(tmp_path, capsys):
+    from trtspec.cli import main
+
+    with serving(Fake(per_step=2), Fake()) as urls:
+        given = ["verify", "--url", urls[0], "--baseline-url", urls[1], "--quick", "--num-prompts", "4"]
+        more = ["--requests", "8", "--slo-ttft-ms", "2000", "--max-new-tokens", "8"]
+        assert main([*given, *more, "--json", "--html", str(tmp_path / "r.html")]) == 0
+        report = json.loads(capsys.readouterr().out)["report"]
+        assert report["verdict"] == "PASS"
+        assert "goodput_url" in [check["name"] for check in report["checks"]]
+        assert main([*given, "--rate", "3", "--concurrency", "2", "--tasks", "builtin"]) == 2
+        told = capsys.readouterr().err
+        assert "not both" in told
+        assert "--tasks needs an ENGINE" in told
+        assert main(["verify", "--url", urls[0]]) == 2
+
+
+def test_an_open_loop_sends_on_time_and_a_closed_one_holds_its_number():
+    times = poisson_times(4000, 50.0, seed=3)
+    gaps = [b - a for a, b in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 50, rel=0.06)
+    spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert spread == pytest.approx(mean**2, rel=0.15)  # exponential: variance is the mean squared
+    import threading
+    import time
+
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def send(number, due):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.01)
+        with lock:
+            now[0] -= 1
+        return number, due
+
+    assert [number for number, _ in closed_loop(send, 12, 3)] == list(range(12))
+    assert most[0] == 3
+    assert [due is not None for _, due in open_loop(send, [0.0, 0.01], time.perf_counter)] == [True, True]

@@ -1,0 +1,197 @@
+"""The options of ``trtspec verify`` about speed: two endpoints, the load, and the service level."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from trtspec.cli.output import Progress
+from trtspec.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from trtspec.verify.endpoint import Endpoint, Protocol
+    from trtspec.verify.report import Report
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_NEED_URL = (
+    "baseline_url", "model", "baseline_model", "protocol", "requests", "concurrency", "rate", "draft_tokens",
+    "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms", "min_goodput", "min_speedup", "timeout", "api_key_env",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedOptions:
+    """What the user asked for; None: not given."""
+
+    url: str | None
+    baseline_url: str | None
+    model: str | None
+    baseline_model: str | None
+    protocol: Protocol | None
+    requests: int | None
+    concurrency: int | None
+    rate: float | None
+    draft_tokens: int | None
+    slo_ttft_ms: float | None
+    slo_tpot_ms: float | None
+    slo_e2e_ms: float | None
+    min_goodput: float | None
+    min_speedup: float | None
+    timeout: float | None
+    api_key_env: str | None
+
+    def check(self, *, engine: Path | None, others: dict[str, object]) -> None:
+        """Raises InputError where these options do not fit together. ``others``: options that have no meaning
+        for endpoints, by name."""
+        problems = []
+        if self.url is None:
+            given = [name for name in _NEED_URL if getattr(self, name) is not None]
+            problems += [f"{_flag(name)} belongs to --url URL --baseline-url URL" for name in given]
+        else:
+            if self.baseline_url is None:
+                problems.append(
+                    "--url needs --baseline-url, the same model without speculation, to compare with"
+                )
+            if engine is not None:
+                problems.append("give ENGINE or --url, not both")
+            problems += [
+                f"{name} needs an ENGINE; endpoints cannot show it"
+                for name, value in others.items()
+                if value not in (None, False, ())
+            ]
+            if self.rate is not None and self.concurrency is not None:
+                problems.append("give --rate (open loop) or --concurrency (closed loop), not both")
+            if self.min_goodput is not None and not (self.slo_ttft_ms or self.slo_tpot_ms or self.slo_e2e_ms):
+                problems.append(
+                    "--min-goodput needs an objective: --slo-ttft-ms, --slo-tpot-ms, --slo-e2e-ms"
+                )
+        if problems:
+            raise InputError([Problem(problem) for problem in problems])
+
+    def measure(
+        self,
+        progress: Progress,
+        *,
+        prompts: Path | None,
+        num_prompts: int | None,
+        max_new_tokens: int | None,
+        rounds: int | None,
+        quick: bool,
+    ) -> Report:
+        """Ask both endpoints. Raises what their client raises."""
+        from trtspec.artifact import file_sha256
+        from trtspec.prompts import PROMPTS_FILE, load_chats
+        from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
+
+        given = {
+            "num_prompts": num_prompts,
+            "max_new_tokens": max_new_tokens,
+            "rounds": rounds,
+            "requests": self.requests,
+            "concurrency": self.concurrency,
+            "rate_per_s": self.rate,
+            "draft_tokens": self.draft_tokens,
+            "ttft_s": _seconds(self.slo_ttft_ms),
+            "tpot_s": _seconds(self.slo_tpot_ms),
+            "e2e_s": _seconds(self.slo_e2e_ms),
+            "min_goodput": self.min_goodput,
+            "min_speedup": self.min_speedup,
+            "prompts": None if prompts is None else str(prompts),
+        }
+        quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
+        settings = dataclasses.replace(
+            quicker if quick else EndpointSettings(),
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+        path = prompts or PROMPTS_FILE
+        chats = load_chats(path, limit=settings.num_prompts, sample=prompts is None)
+        url, baseline = (
+            self._connect(self.url, self.model),
+            self._connect(self.baseline_url, self.baseline_model or self.model),
+        )
+        return verify_endpoints(
+            url,
+            baseline,
+            chats,
+            settings,
+            prompts_sha256=file_sha256(path),
+            argv=("trtspec", *sys.argv[1:]),
+            on_progress=progress,
+        )
+
+    def _connect(self, url: str | None, model: str | None) -> Endpoint:
+        from trtspec.verify.endpoint import connect
+
+        key = None
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
+            if not key:
+                raise InputError(Problem("is not set; put the endpoint's key there", key=self.api_key_env))
+        return connect(
+            url or "", protocol=self.protocol, model=model, timeout_s=self.timeout or 60.0, api_key=key
+        )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+_POSITIVE = click.FloatRange(0, min_open=True)
+_OPTIONS = (
+    click.option(
+        "--url", metavar="URL", help="Judge this endpoint, Triton's HTTP or OpenAI-compatible; no ENGINE."
+    ),
+    click.option("--baseline-url", metavar="URL", help="With --url: the same model without speculation."),
+    click.option(
+        "--model", metavar="NAME", help="With --url: the model's name there.  [default: the only one]"
+    ),
+    click.option("--baseline-model", metavar="NAME", help="Its name at the baseline.  [default: as --model]"),
+    click.option(
+        "--protocol", type=click.Choice(("triton", "openai")), help="With --url.  [default: found out]"
+    ),
+    click.option(
+        "--requests", type=click.IntRange(2), help="With --url: requests of the load.  [default: 40]"
+    ),
+    click.option("--concurrency", type=click.IntRange(1), help="In flight at any time.  [default: 8]"),
+    click.option(
+        "--rate", type=_POSITIVE, help="Requests a second with Poisson arrivals, instead of --concurrency."
+    ),
+    click.option(
+        "--draft-tokens", type=click.IntRange(1), help="The most that its steps draft, if you know it."
+    ),
+    click.option("--slo-ttft-ms", type=_POSITIVE, help="Objective for goodput: time to first token."),
+    click.option("--slo-tpot-ms", type=_POSITIVE, help="Objective: time per token after it."),
+    click.option("--slo-e2e-ms", type=_POSITIVE, help="Objective: the whole answer."),
+    click.option(
+        "--min-goodput", type=click.FloatRange(0, 1), help="Gate: share of requests within the objectives."
+    ),
+    click.option("--min-speedup", type=_POSITIVE, help="Gate for --url: over the baseline, one at a time."),
+    click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
+    click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the endpoints' key."),
+)
+
+
+def speed_options(command: _Command) -> _Command:
+    """The options, gathered into one argument ``speed``."""
+
+    @functools.wraps(command)
+    def gathered(*args: Any, **values: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(SpeedOptions)]
+        speed = SpeedOptions(**{name: values.pop(name) for name in names})
+        return command(*args, speed=speed, **values)
+
+    wrapped: Any = gathered
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]

@@ -1,0 +1,550 @@
+"""A client of any endpoint that streams: Triton's ``generate_stream`` and OpenAI-compatible servers.
+
+Triton: models of the LLM API (``sampling_param_*`` inputs, as trtspec's own server) and of the C++ backend
+(``ensemble``: ``max_tokens``); which inputs a model has is asked from its metadata. OpenAI: ``vllm serve``,
+``trtllm-serve`` and others; token ids (vLLM), tokens a step (trtllm-serve) and draft counters (vLLM's
+``/metrics``) are used where a server gives them. Nothing but the given URL is contacted, redirects are not
+followed, and every wait ends: ``timeout_s`` between two pieces, 20 times that for one answer.
+
+A request that fails in a load is a record with an error, not an exception.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+
+from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.prompts import Chat
+from trtspec.user_files import parse_json, shown_path
+from trtspec.verify.latency import Timed
+
+Protocol = Literal["triton", "openai"]
+_MAX_LINE = 4_000_000
+_MAX_BODY = 16_000_000
+_PATIENCE = 20
+_ASKED = ("return_token_ids", "stream_options")
+"""What an OpenAI-compatible server may refuse, least common first."""
+_COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "generated": "vllm:generation_tokens_total",
+}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model behind a URL. ``inputs``: of a Triton model; ``extras``: what OpenAI servers may refuse."""
+
+    url: str
+    host: str
+    port: int
+    prefix: str
+    tls: bool
+    protocol: Protocol
+    model: str
+    timeout_s: float
+    inputs: frozenset[str] = frozenset()
+    extras: tuple[str, ...] = _ASKED
+    raw: bool = False
+    """Whether prompts are sent without the server's chat template (``/v1/completions``)."""
+    api_key: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.protocol}, {self.url}, {self.model})"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer. ``token_ids`` None: the server shows text only. ``drafted``, ``accepted`` and
+    ``tokens_per_step`` are the server's own words, None where it does not tell."""
+
+    timed: Timed
+    text: str
+    token_ids: tuple[int, ...] | None
+    finish_reason: str | None
+    drafted: int | None = None
+    accepted: int | None = None
+    tokens_per_step: float | None = None
+
+
+class _Refused(Exception):
+    """The server answered with an HTTP status that is no success."""
+
+    def __init__(self, status: int, body: str) -> None:
+        self.status = status
+        super().__init__(f"HTTP {status}: {body[:200] or 'no reason given'}")
+
+
+class _Silent(Exception):
+    """Nothing came, or what came is not the protocol."""
+
+
+# --------------------------------------------------------------------------- finding out what is there
+
+
+def connect(
+    url: str,
+    *,
+    protocol: Protocol | None = None,
+    model: str | None = None,
+    timeout_s: float = 60.0,
+    api_key: str | None = None,
+) -> Endpoint:
+    """Find out what is behind ``url``: protocol (if not given), model, and the model's inputs.
+
+    Raises InputError for a URL or model that cannot be, MissingError where nothing answers.
+    """
+    host, port, prefix, tls = _parts(url)
+    bare = Endpoint(
+        url, host, port, prefix, tls, protocol or "openai", model or "", timeout_s, api_key=api_key
+    )
+    try:
+        listed = None if protocol == "triton" else _models(bare)
+        if listed is not None:
+            return replace(bare, protocol="openai", model=_chosen(url, model, listed))
+        if protocol == "openai":
+            raise InputError(Problem("GET /v1/models does not list models: no OpenAI-compatible server", url))
+        status, _ = _get(bare, "/v2/health/ready")
+        if status == 400:
+            raise MissingError(f"{url}: Triton is there, but not ready")
+        if status != 200:
+            message = "neither /v1/models (OpenAI) nor /v2/health/ready (Triton, its HTTP port) answers there"
+            raise InputError(Problem(message, url))
+        triton = replace(bare, protocol="triton")
+        name = model or _chosen(url, None, _repository(triton), prefer="ensemble")
+        status, body = _get(triton, f"/v2/models/{quote(name, safe='')}")
+        value = _value(body) if status == 200 else None
+        if not isinstance(value, dict):
+            raise InputError(Problem(f"no model {shown_path(name)!r} there; --model names it", url))
+        inputs = frozenset(
+            str(one["name"]) for one in value.get("inputs") or [] if isinstance(one, dict) and "name" in one
+        )
+        if "text_input" not in inputs or not inputs & {"max_tokens", "sampling_param_max_tokens"}:
+            message = (
+                f"model {shown_path(name)!r} takes {', '.join(sorted(inputs)) or 'nothing'}; needed are "
+                "text_input and max_tokens or sampling_param_max_tokens (a text model: ensemble, llmapi)"
+            )
+            raise InputError(Problem(message, url))
+        return replace(triton, model=name, inputs=inputs, raw=True)
+    except (_Silent, _Refused) as error:
+        raise MissingError(f"{url}: {error}") from None
+
+
+def learn(endpoint: Endpoint, chat: Chat) -> Endpoint:
+    """``endpoint`` with what the server refuses left out, found by asking it once.
+
+    Raises MissingError if it does not answer even the plainest request."""
+    clock = time.perf_counter
+    tries = [endpoint.extras[start:] for start in range(len(endpoint.extras) + 1)]
+    for extras in tries if endpoint.protocol == "openai" else tries[:1]:
+        tried = replace(endpoint, extras=extras)
+        reply = ask(tried, chat, max_tokens=4, clock=clock)
+        if not reply.timed.error:
+            return tried
+        if not reply.timed.error.startswith(("HTTP 400", "HTTP 422")):
+            break
+    raise MissingError(f"{endpoint.url}: {reply.timed.error}")
+
+
+def _parts(url: str) -> tuple[str, int, str, bool]:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InputError(Problem(f"not a URL: {error}", shown_path(url))) from None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
+        message = "give http://HOST:PORT or https://HOST:PORT, maybe with a path; no user, query or fragment"
+        raise InputError(Problem(message, shown_path(url)))
+    if any(not c.isprintable() or c.isspace() for c in url):
+        raise InputError(Problem("a URL holds no spaces or control characters", shown_path(url)))
+    path = parts.path.rstrip("/")
+    tls = parts.scheme == "https"
+    return host, port or (443 if tls else 80), path.removesuffix("/v1"), tls
+
+
+def _models(endpoint: Endpoint) -> list[str] | None:
+    """The models that an OpenAI-compatible server lists; None if it is none."""
+    status, body = _get(endpoint, "/v1/models")
+    value = _value(body) if status == 200 else None
+    if status in (401, 403):
+        raise _Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
+    if not isinstance(value, dict) or not isinstance(value.get("data"), list):
+        return None
+    return [str(one["id"]) for one in value["data"] if isinstance(one, dict) and "id" in one]
+
+
+def _repository(endpoint: Endpoint) -> list[str]:
+    with closing(_open(endpoint)) as connection:
+        status, body = _exchange(endpoint, connection, "POST", "/v2/repository/index", {"ready": True})
+    value = _value(body) if status == 200 else None
+    names = [str(one["name"]) for one in value or [] if isinstance(one, dict) and "name" in one]
+    if not names:
+        raise InputError(Problem("Triton does not say which models it has; --model names one", endpoint.url))
+    return names
+
+
+def _chosen(url: str, wanted: str | None, names: Sequence[str], prefer: str = "") -> str:
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        found = ", ".join(map(shown_path, names[:20])) or "none"
+        raise InputError(Problem(f"no model {shown_path(wanted)!r} there; it has: {found}", url))
+    if len(names) == 1 or prefer in names:
+        return names[0] if len(names) == 1 else prefer
+    found = ", ".join(map(shown_path, names[:20])) or "none"
+    raise InputError(Problem(f"{len(names)} models there ({found}); --model names one", url))
+
+
+# --------------------------------------------------------------------------- one request
+
+
+def ask(
+    endpoint: Endpoint,
+    chat: Chat,
+    *,
+    max_tokens: int,
+    clock: Callable[[], float],
+    due_s: float | None = None,
+) -> Reply:
+    """Ask for a greedy answer and read it piece by piece; a failure is in ``timed.error``. ``clock`` in
+    seconds; ``due_s``: when an open loop wanted it sent."""
+    sent = clock()
+    arrivals: list[float] = []
+    state = _State()
+    error = ""
+    try:
+        path, body = _openai_body(endpoint, chat, max_tokens)
+        if endpoint.protocol == "triton":
+            path, body = _triton_body(endpoint, chat, max_tokens)
+        for event in _events(endpoint, path, body):
+            piece = (_triton_piece if endpoint.protocol == "triton" else _openai_piece)(
+                endpoint, event, state
+            )
+            if piece:
+                arrivals.append(clock())
+        if endpoint.protocol == "openai" and not state.done and state.finish_reason is None:
+            error = "the stream ended without an end mark"
+    except (_Silent, _Refused) as failure:
+        error = str(failure)
+    ended = clock()
+    ids = tuple(state.token_ids) if state.has_ids else None
+    tokens = state.claimed if state.claimed is not None else None if ids is None else len(ids)
+    timed = Timed(chat.id, sent if due_s is None else due_s, sent, tuple(arrivals), ended, tokens, error)
+    return Reply(
+        timed, state.text, ids, state.finish_reason, state.drafted, state.accepted, state.tokens_per_step
+    )
+
+
+@dataclass
+class _State:
+    text: str = ""
+    done: bool = False
+    claimed: int | None = None
+    finish_reason: str | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    tokens_per_step: float | None = None
+    has_ids: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids: list[int] = []
+
+
+def _openai_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, dict[str, Any]]:
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    if "stream_options" in endpoint.extras:
+        body["stream_options"] = {"include_usage": True}
+    if "return_token_ids" in endpoint.extras:
+        body["return_token_ids"] = True
+    if endpoint.raw:
+        return "/v1/completions", {**body, "prompt": chat.text}
+    return "/v1/chat/completions", {**body, "messages": list(chat.messages)}
+
+
+def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> bool:
+    if "done" in event and len(event) == 1:
+        state.done = True
+        return False
+    if isinstance(event.get("error"), (dict, str)):
+        told = event["error"]
+        raise _Silent(str(told.get("message", told) if isinstance(told, dict) else told)[:200])
+    usage = event.get("usage")
+    if isinstance(usage, dict):
+        state.claimed = _count(usage.get("completion_tokens"), state.claimed)
+    choices = event.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return False
+    choice = choices[0]
+    delta = choice.get("delta")
+    content = (
+        choice.get("text") if endpoint.raw else delta.get("content") if isinstance(delta, dict) else None
+    )
+    # Servers with a reasoning parser put the first part of what the model wrote elsewhere.
+    if not content and isinstance(delta, dict):
+        content = delta.get("reasoning_content") or delta.get("reasoning")
+    ids = choice.get("token_ids")
+    if isinstance(ids, list) and all(type(one) is int for one in ids):
+        state.has_ids = True
+        state.token_ids += ids
+    if choice.get("finish_reason"):
+        state.finish_reason = str(choice["finish_reason"])
+    state.tokens_per_step = _number(choice.get("avg_decoded_tokens_per_iter"), state.tokens_per_step)
+    if not isinstance(content, str) or not content:
+        return False
+    state.text += content
+    return True
+
+
+def _triton_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, dict[str, Any]]:
+    wanted: dict[str, Any] = {
+        "text_input": chat.text,
+        "sampling_param_max_tokens": max_tokens,
+        "streaming": True,
+        "sampling_param_exclude_input_from_output": True,
+        "sampling_param_return_perf_metrics": True,
+        "return_finish_reason": True,
+        # The C++ backend's names for the same; without a temperature both decode greedily.
+        "max_tokens": max_tokens,
+        "stream": True,
+        "top_k": 1,
+        "exclude_input_in_output": True,
+        "return_perf_metrics": True,
+        "return_num_output_tokens": True,
+    }
+    body = {key: value for key, value in wanted.items() if key in endpoint.inputs}
+    return f"/v2/models/{quote(endpoint.model, safe='')}/generate_stream", body
+
+
+def _triton_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> bool:
+    if "error" in event:
+        raise _Silent(str(event["error"])[:200])
+    for key, name in (
+        ("num_output_tokens", "claimed"),
+        ("total_draft_tokens", "drafted"),
+        ("total_accepted_draft_tokens", "accepted"),
+    ):
+        setattr(state, name, _count(_first(event.get(key)), getattr(state, name)))
+    state.tokens_per_step = _number(_first(event.get("acceptance_length")), state.tokens_per_step)
+    reason = _first(event.get("finish_reason"))
+    if isinstance(reason, str) and reason not in ("", "None"):
+        state.finish_reason = reason
+    text = _first(event.get("text_output"))
+    if not isinstance(text, str) or not text:
+        return False
+    if "sampling_param_max_tokens" in endpoint.inputs:  # all text so far, by that model's protocol
+        if not text.startswith(state.text):
+            raise _Silent("text_output does not continue what came before it")
+        grew, state.text = len(text) > len(state.text), text
+        return grew
+    state.text += text
+    return True
+
+
+# --------------------------------------------------------------------------- loads
+
+
+def closed_loop(
+    send: Callable[[int, float | None], Reply],
+    count: int,
+    concurrency: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Reply]:
+    """``count`` requests, ``concurrency`` of them in flight at any time. ``send(number, None)`` asks one."""
+    done, lock = 0, threading.Lock()
+
+    def one(number: int) -> Reply:
+        nonlocal done
+        reply = send(number, None)
+        with lock:
+            done += 1
+            on_progress(done, count)
+        return reply
+
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def poisson_times(count: int, rate_per_s: float, seed: int) -> list[float]:
+    """When the requests of an open loop are due, in seconds: a Poisson process, so gaps are exponential."""
+    rng = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += rng.expovariate(rate_per_s)
+    return times
+
+
+def open_loop(
+    send: Callable[[int, float | None], Reply],
+    times_s: Sequence[float],
+    clock: Callable[[], float],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Reply]:
+    """A request at each of ``times_s`` from now on, whatever became of those before: a slow server meets a
+    growing queue, as in life. ``send(number, due)`` asks one."""
+    began = clock()
+    with ThreadPoolExecutor(max_workers=min(len(times_s), 512)) as pool:
+        futures = []
+        for number, at in enumerate(times_s):
+            wait = began + at - clock()
+            if wait > 0:
+                time.sleep(wait)
+            futures.append(pool.submit(send, number, began + at))
+            on_progress(number + 1, len(times_s))
+        return [future.result() for future in futures]
+
+
+def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
+    """vLLM's own counters of drafts, from ``/metrics`` of the same URL; None where they are not."""
+    if endpoint.protocol != "openai":
+        return None
+    try:
+        status, body = _get(endpoint, "/metrics")
+    except (_Silent, TrtspecError):
+        return None
+    if status != 200:
+        return None
+    found: dict[str, float] = {}
+    for line in body.decode("utf-8", "replace").splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        for key, counter in _COUNTERS.items():
+            if name == counter:
+                value = _number_of(rest.rpartition(" ")[2])
+                if value is not None:
+                    found[key] = found.get(key, 0.0) + value
+    return found if {"drafts", "accepted"} <= set(found) else None
+
+
+# --------------------------------------------------------------------------- HTTP
+
+
+def _open(endpoint: Endpoint) -> http.client.HTTPConnection:
+    if endpoint.tls:
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(
+            endpoint.host, endpoint.port, timeout=endpoint.timeout_s, context=context
+        )
+    return http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=endpoint.timeout_s)
+
+
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+    if endpoint.api_key:
+        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    return headers
+
+
+def _get(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
+    with closing(_open(endpoint)) as connection:
+        return _exchange(endpoint, connection, "GET", path, None)
+
+
+def _exchange(
+    endpoint: Endpoint, connection: http.client.HTTPConnection, method: str, path: str, body: object
+) -> tuple[int, bytes]:
+    response = _response(endpoint, connection, method, path, body)
+    try:
+        return response.status, response.read(_MAX_BODY)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Silent(_why(endpoint, error)) from None
+
+
+def _response(
+    endpoint: Endpoint, connection: http.client.HTTPConnection, method: str, path: str, body: object
+) -> http.client.HTTPResponse:
+    content = None if body is None else json.dumps(body).encode()
+    try:
+        connection.request(method, endpoint.prefix + path, content, _headers(endpoint))
+        return connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        raise _Silent(_why(endpoint, error)) from None
+
+
+def _events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events; ``{"done": True}`` for its end mark."""
+    deadline = time.monotonic() + _PATIENCE * endpoint.timeout_s
+    with closing(_open(endpoint)) as connection:
+        response = _response(endpoint, connection, "POST", path, body)
+        try:
+            if response.status != 200:
+                raise _Refused(response.status, _reason(response.read(65_536)))
+            while line := response.readline(_MAX_LINE):
+                if time.monotonic() > deadline:
+                    raise _Silent(f"an answer took over {_PATIENCE * endpoint.timeout_s:g} s; gave up")
+                if not line.startswith(b"data:"):
+                    continue
+                text = line[5:].strip()
+                if text == b"[DONE]":
+                    yield {"done": True}
+                    return
+                value = _value(text)
+                if not isinstance(value, dict):
+                    raise _Silent("a piece of the stream is no JSON object")
+                yield value
+        except (OSError, http.client.HTTPException) as error:
+            raise _Silent(_why(endpoint, error)) from None
+
+
+def _why(endpoint: Endpoint, error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing answers there; start the server, or check the URL"
+    if isinstance(error, TimeoutError):
+        return f"no answer for {endpoint.timeout_s:g} s; gave up (--timeout)"
+    if isinstance(error, http.client.HTTPException):
+        return f"what answers there does not speak HTTP as expected ({type(error).__name__})"
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+def _reason(body: bytes) -> str:
+    """A server's reason out of its error body, on one line."""
+    value = _value(body)
+    told: Any = value
+    for key in ("error", "message", "detail"):
+        if isinstance(told, dict) and key in told:
+            told = told[key]
+    text = told if isinstance(told, str) else body.decode("utf-8", "replace")
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _value(text: bytes) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return None
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if type(value) is int and value >= 0 else otherwise
+
+
+def _number(value: Any, otherwise: float | None) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else otherwise
+
+
+def _number_of(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

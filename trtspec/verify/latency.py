@@ -1,0 +1,418 @@
+"""What a client sees of a server under load: TTFT, TPOT, ITL, throughput, goodput; whether the run counts.
+
+All of it pure functions of request records (:class:`Timed`), so that a stored run can be judged again;
+:mod:`trtspec.verify.endpoint` makes the records. Times are seconds on one clock of the client.
+
+* TTFT: sent (in an open loop: due) to the first piece with text. TPOT: first to last piece, over the tokens
+  after the first. ITL: gaps between pieces; a speculative step sends several tokens in one piece, so ITL is
+  longer than TPOT there and shorter than a step never.
+* Goodput: requests a second that meet every objective. A request that failed meets none.
+* Quantiles have distribution-free intervals from order statistics (binomial; David & Nagaraja, Order
+  Statistics, 7.1) over requests, refused below the n for which such an interval exists: p99 needs 368.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trtspec.errors import MissingError
+from trtspec.stats import CONFIDENCE, Interval, rate_interval
+from trtspec.verify.gates import Check, Verdict, gate_verdict
+from trtspec.verify.records import Records, Row
+
+QUANTILES = (0.5, 0.9, 0.99)
+_TREND_P = 0.001
+"""Of a one-sided test; several tests look at one run."""
+_MIN_TREND = 20
+"""Requests below which no trend is looked for."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One request as the client saw it. ``arrivals_s``: when each piece with text came, ascending."""
+
+    request_id: str
+    due_s: float
+    """When the load wanted it sent: ``sent_s`` in a closed loop."""
+    sent_s: float
+    arrivals_s: tuple[float, ...]
+    ended_s: float
+    tokens: int | None
+    """Of the answer; None: not known."""
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.arrivals_s[0] - self.due_s if self.arrivals_s and not self.error else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None for answers of one token, or whose tokens nobody counted."""
+        if self.error or self.tokens is None or self.tokens < 2 or len(self.arrivals_s) < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.tokens - 1)
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.error else self.ended_s - self.due_s
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        times = self.arrivals_s
+        return tuple(b - a for a, b in pairwise(times)) if not self.error else ()
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The service level; None: not asked for."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def any(self) -> bool:
+        return any(value is not None for value in asdict(self).values())
+
+    def met(self, record: Timed) -> bool:
+        """Whether one request meets all of them; a time that is not known meets no objective (but TPOT of an
+        answer of a single token, which has no later ones to be late)."""
+        if record.error:
+            return False
+        for limit, value in ((self.ttft_s, record.ttft_s), (self.e2e_s, record.e2e_s)):
+            if limit is not None and (value is None or value > limit):
+                return False
+        if self.tpot_s is None or record.tokens == 1:
+            return True
+        return record.tpot_s is not None and record.tpot_s <= self.tpot_s
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """A quantile with its interval. ``value`` None: refused, ``n`` is below ``needed``."""
+
+    share: float
+    n: int
+    needed: int
+    value: float | None
+    interval: Interval | None
+
+
+def requests_needed(share: float, confidence: float = CONFIDENCE) -> int:
+    """The least n for which order statistics give a two-sided interval of a quantile with equal tails."""
+    tail = (1 - confidence) / 2
+    return math.ceil(math.log(tail) / math.log(max(share, 1 - share)) - 1e-9)
+
+
+def quantile_of(values: Sequence[float], share: float, confidence: float = CONFIDENCE) -> Quantile:
+    """A quantile of independent ``values`` with its order-statistic interval.
+
+    The number of values below the true quantile is binomial (n, share), so (x_(l), x_(u)) covers it with
+    probability P(l <= B < u), whatever the law of the values; l is the largest and u the smallest rank that
+    leave at most half of the error on each side.
+    """
+    n, needed = len(values), requests_needed(share, confidence)
+    if n < needed:
+        return Quantile(share, n, needed, None, None)
+    tail = (1 - confidence) / 2
+    binom = _stats().binom
+    low = int(binom.ppf(tail, n, share))  # the smallest l with F(l) >= tail, so F(l - 1) < tail
+    high = int(binom.ppf(1 - tail, n, share)) + 1  # the smallest u with F(u - 1) >= 1 - tail
+    ordered = sorted(values)
+    rank = max(1, math.ceil(share * n - 1e-9))
+    return Quantile(share, n, needed, ordered[rank - 1], (ordered[low - 1], ordered[min(high, n) - 1]))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """``duration_s``: first request due to last answer. ``goodput``: requests a second within the objectives;
+    ``within``: the share of all requests that meet them, with its Clopper-Pearson interval."""
+
+    requests: int
+    failed: int
+    duration_s: float
+    requests_per_s: float
+    tokens_per_s: float | None
+    goodput: float
+    within: float
+    within_interval: Interval
+
+
+def rates(records: Sequence[Timed], objectives: Objectives) -> Rates:
+    """Throughput and goodput. Without objectives goodput is the throughput of requests that did not fail."""
+    if not records:
+        raise ValueError("no requests")
+    duration = max(record.ended_s for record in records) - min(record.due_s for record in records)
+    good = [record for record in records if not record.error]
+    met = sum(objectives.met(record) for record in records)
+    counts = [record.tokens for record in good]
+    total = None if None in counts else sum(count for count in counts if count is not None)
+    return Rates(
+        len(records),
+        len(records) - len(good),
+        duration,
+        len(good) / duration,
+        None if total is None else total / duration,
+        met / duration,
+        met / len(records),
+        rate_interval(met, len(records)),
+    )
+
+
+# --------------------------------------------------------------------------- does the run count?
+
+
+def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[Timed]:
+    """The requests of the steady state.
+
+    Closed loop (``concurrency``): not those that were in flight while it filled (they met an emptier server)
+    nor those answered after the last one was sent (it drains). Open loop: those due in the first tenth of the
+    time are warm-up. Empty where nothing is left.
+    """
+    if not records:
+        return []
+    if concurrency is None:
+        start = min(record.due_s for record in records)
+        cut = start + 0.1 * (max(record.due_s for record in records) - start)
+        return [record for record in records if record.due_s >= cut]
+    if concurrency == 1:
+        return sorted(records, key=lambda record: record.sent_s)[1:]  # one at a time neither fills nor drains
+    ends = sorted(record.ended_s for record in records)
+    filled = ends[min(concurrency, len(ends)) - 1]
+    last_sent = max(record.sent_s for record in records)
+    return [record for record in records if record.sent_s >= filled and record.ended_s <= last_sent]
+
+
+def oversaturated(records: Sequence[Timed], offered_per_s: float) -> str:
+    """Why an open loop asked more than the server can do, "" if it did not.
+
+    Then the queue grows as long as the run goes on, and every percentile says how long that was. Seen by
+    TTFT that rises with the time of arrival (Kendall's tau, one-sided) by more than its own median.
+    """
+    known = [
+        (record.due_s, record.ttft_s)
+        for record in sorted(records, key=lambda record: record.due_s)
+        if record.ttft_s is not None
+    ]
+    if len(known) < _MIN_TREND:
+        return ""
+    due, ttft = zip(*known, strict=True)
+    test = _stats().kendalltau(due, ttft, alternative="greater")
+    third = len(ttft) // 3
+    early, late = float(np.median(ttft[:third])), float(np.median(ttft[-third:]))
+    if test.pvalue > _TREND_P or late < 2 * early:
+        return ""
+    return (
+        f"over-saturated: at {offered_per_s:.3g} requests/s the queue grows, TTFT rose from "
+        f"{early * 1e3:.0f} to {late * 1e3:.0f} ms within the run; lower the rate"
+    )
+
+
+def late_client(records: Sequence[Timed]) -> str:
+    """Why the client itself could not keep the open loop, "" if it could: more than a tenth of the requests
+    were sent over 50 ms, and over a tenth of the median latency, after they were due."""
+    latencies = [value for record in records if (value := record.e2e_s) is not None]
+    if not latencies:
+        return ""
+    most = max(0.05, 0.1 * float(np.median(latencies)))
+    late = sum(record.sent_s - record.due_s > most for record in records)
+    if late <= 0.1 * len(records):
+        return ""
+    return (
+        f"the client was late: {late} of {len(records)} requests were sent over {most * 1e3:.0f} ms after due"
+    )
+
+
+def throttled(records: Sequence[Timed]) -> str:
+    """Why the machine seems to have slowed down under a constant load, "" if it does not.
+
+    Seconds a token of the last third of the requests against the first third, one-sided Mann-Whitney test,
+    and by more than 15 % in the median: heat, a power limit or a neighbour.
+    """
+    pace = [
+        record.tpot_s or (record.e2e_s or 0.0) / record.tokens
+        for record in sorted(records, key=lambda record: record.sent_s)
+        if not record.error and record.tokens
+    ]
+    if len(pace) < _MIN_TREND:
+        return ""
+    third = len(pace) // 3
+    early, late = pace[:third], pace[-third:]
+    ratio = float(np.median(late) / np.median(early)) if np.median(early) else 1.0
+    if ratio <= 1.15 or _stats().mannwhitneyu(late, early, alternative="greater").pvalue > _TREND_P * 5:
+        return ""
+    return (
+        f"throttling? a token took {ratio:.2f} times as long at the end as at the beginning of the same load"
+    )
+
+
+# --------------------------------------------------------------------------- checks
+
+
+def judge_latency(
+    rows: Sequence[Row],
+    *,
+    name: str,
+    side: str,
+    load: str,
+    concurrency: int | None,
+    rate_per_s: float | None,
+    objectives: dict[str, float | None],
+    bound: float | None,
+) -> list[Check]:
+    """Latency and goodput of one run of one side. ``rows``: :class:`Timed` as JSON values; exactly one of
+    ``concurrency`` (closed loop) and ``rate_per_s`` (open loop) is set. ``bound``: the least share of
+    requests within ``objectives``."""
+    arguments = {
+        "name": name,
+        "side": side,
+        "load": load,
+        "concurrency": concurrency,
+        "rate_per_s": rate_per_s,
+        "objectives": objectives,
+        "bound": bound,
+    }
+    found = timed_from(rows)
+    slo = Objectives(**objectives)
+    kept = steady(found, concurrency=concurrency) or found
+    doubts = [throttled(kept), late_client(kept) if rate_per_s else ""]
+    if rate_per_s:
+        doubts.insert(0, oversaturated(kept, rate_per_s))
+    if len(kept) == len(found) and len(found) > 1:
+        doubts.append("no steady state: the run is too short to leave filling and draining out")
+    warnings = tuple(doubt for doubt in doubts if doubt)
+    total = rates(kept, slo)
+    values = {
+        "TTFT": [v for record in kept if (v := record.ttft_s) is not None],
+        "TPOT": [v for record in kept if (v := record.tpot_s) is not None],
+        "E2E": [v for record in kept if (v := record.e2e_s) is not None],
+        # Gaps of one request are not independent of each other; its longest one stands for it.
+        "max ITL": [max(record.gaps_s) for record in kept if record.gaps_s],
+    }
+    table: dict[str, dict[str, Any]] = {}
+    details, refused = [], []
+    for metric, numbers in values.items():
+        table[metric] = {}
+        told = []
+        for share in QUANTILES:
+            one = quantile_of(numbers, share)
+            key = f"p{share * 100:g}_ms"
+            if one.value is None or one.interval is None:
+                table[metric][key] = None
+                refused.append(f"{metric} {key[:-3]}: {one.n} requests, {one.needed} needed")
+                continue
+            low, high = one.interval
+            table[metric][key] = one.value * 1e3
+            table[metric][f"{key[:-3]}_interval_ms"] = [low * 1e3, high * 1e3]
+            told.append(f"{key[:-3]} {one.value * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
+        details.append(f"{metric}: {', '.join(told) if told else 'no quantile'}")
+    if refused:
+        details.append("refused, too few requests: " + "; ".join(refused))
+    gaps = [gap for record in kept for gap in record.gaps_s]
+    tokens = "" if total.tokens_per_s is None else f", {total.tokens_per_s:.1f} tokens/s"
+    summary = (
+        f"{side} at {load}: {total.requests_per_s:.3g} requests/s{tokens}"
+        + (f", {total.failed} of {total.requests} failed" if total.failed else "")
+        + f"; {details[0]}"
+    )
+    how = (
+        f"{load}; client's clock; steady state: {len(kept)} of {len(found)} requests; 95 % order-statistic "
+        "intervals over requests; ITL: the longest gap of each request"
+    )
+    evidence = {
+        "side": side,
+        "loads": [load],
+        "latency": table,
+        "rates": asdict(total),
+        "mean_itl_ms": 1e3 * float(np.mean(gaps)) if gaps else None,
+        "samples_ms": {
+            metric: {side: [1e3 * value for value in numbers]}
+            for metric, numbers in values.items()
+            if numbers
+        },
+        "objectives": objectives,
+    }
+    records = Records("latency", arguments, {"requests": list(rows)})
+    verdict = Verdict.MEASURED if total.requests > total.failed else Verdict.ERROR
+    checks = [
+        Check(
+            f"latency_{name}",
+            verdict,
+            summary,
+            required=False,
+            n=len(kept),
+            n_unit="requests",
+            how=how,
+            warnings=warnings,
+            evidence=evidence,
+            details=tuple(details),
+            records=records,
+        )
+    ]
+    if not slo.any:
+        return checks
+    told_slo = ", ".join(
+        f"{key[:-2].upper()} <= {limit * 1e3:g} ms" for key, limit in objectives.items() if limit is not None
+    )
+    verdict = Verdict.MEASURED if bound is None else gate_verdict(total.within_interval, bound, "at least")
+    low, high = total.within_interval
+    text = (
+        f"{side} at {load}: goodput {total.goodput:.3g} of {total.requests / total.duration_s:.3g} "
+        f"requests/s within {told_slo}: {total.within:.1%} ({low:.1%} to {high:.1%})"
+    )
+    if any(doubt.startswith("over-saturated") for doubt in doubts) and verdict is Verdict.PASS:
+        verdict = Verdict.INCONCLUSIVE
+    checks.append(
+        Check(
+            f"goodput_{name}",
+            verdict,
+            text if bound is None else f"{text}; gate: at least {bound:.1%}",
+            required=bound is not None,
+            measured=total.within,
+            interval=total.within_interval,
+            bound=bound,
+            sense="at least",
+            n=total.requests,
+            n_unit="requests",
+            how=how,
+            warnings=warnings,
+            evidence={"side": side, "loads": [load], "rates": asdict(total), "objectives": objectives},
+            records=records,
+        )
+    )
+    return checks
+
+
+def timed_rows(records: Sequence[Timed]) -> list[dict[str, Any]]:
+    """The records as JSON values."""
+    return [{**asdict(record), "arrivals_s": list(record.arrivals_s)} for record in records]
+
+
+def timed_from(rows: Sequence[Row]) -> list[Timed]:
+    """The records whose :func:`timed_rows` these are."""
+    return [
+        Timed(
+            str(row["request_id"]),
+            row["due_s"],
+            row["sent_s"],
+            tuple(row["arrivals_s"]),
+            row["ended_s"],
+            row["tokens"],
+            row["error"],
+        )
+        for row in rows
+    ]
+
+
+def _stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError:
+        raise MissingError("scipy is not installed; run: pip install 'trtspec[eval]'") from None
+    return stats
