@@ -71,7 +71,7 @@ def draft() -> None:
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Of the answers; 0: greedy.")
 @click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Times that the answers are learnt.")
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, help="Its peak.")
-@click.option("--rows", type=click.IntRange(64), default=4096, help="Positions of one training step.")
+@click.option("--rows", type=click.IntRange(64), default=2048, help="Positions of one training step.")
 @click.option(
     "--draft-vocab", type=click.IntRange(16), help="Tokens that EAGLE-3 drafts (others: of the loss)."
 )

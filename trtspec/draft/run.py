@@ -40,8 +40,8 @@ from trtspec.user_files import explain_os_error
 Kind = Literal["medusa", "eagle", "eagle3"]
 BUILTIN = "builtin"
 
-DEFAULT_EPOCHS = {"medusa": 6.0, "eagle": 5.0, "eagle3": 5.0}
-DEFAULT_VOCAB = {"medusa": 8192, "eagle": 8192, "eagle3": 8192}
+DEFAULT_EPOCHS = {"medusa": 5.0, "eagle": 5.0, "eagle3": 5.0}
+DEFAULT_VOCAB = {"medusa": 6144, "eagle": 6144, "eagle3": 6144}
 """Tokens that the loss runs over; EAGLE-3's draft vocabulary."""
 
 

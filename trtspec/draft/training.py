@@ -36,7 +36,7 @@ class TrainSettings:
     epochs: float = 4.0
     learning_rate: float = 1e-3
     warmup: float = 0.04
-    rows: int = 4096
+    rows: int = 2048
     clip: float = 1.0
     weight_decay: float = 0.01
     seed: int = 0
