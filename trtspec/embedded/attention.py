@@ -418,7 +418,8 @@ def _causal_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, v_factor: floa
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """``x [n, m]`` times ``weight [k, m]`` transposed, in float32, by oneDNN where it is there: F.linear asks
     MKL, which has half its speed on AMD's CPUs."""
-    if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
+    found = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not (found and torch.backends.mkldnn.enabled):
         return F.linear(x, weight)
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return out
