@@ -49,7 +49,7 @@ def test_the_label_of_sampling_is_the_recipes(acceptance):
     recipe = parse_recipe(
         b"version: 1\nname: x\nmodel: {source: m}\nbackend: {kind: embedded}\n"
         b"speculation: {kind: ngram, num_draft_tokens: 3}\n"
-        b"acceptance: {kind: " + acceptance.encode() + b"}\n"
+        b"acceptance: {kind: " + acceptance.encode() + b"}\ngates: {lossless: false}\n"
     )
     found = {one.mode: one.fidelity for one in recipe_labels(recipe)}
     assert found == {"greedy": "strict", "sampled": fidelity(recipe)}
