@@ -51,8 +51,8 @@ def test_no_difference_seen_is_not_no_difference(items: int):
 
 def test_the_interval_inverts_mcnemars_test():
     """0 is inside exactly where (gained - lost)^2 / (gained + lost) does not exceed the critical value."""
-    for gained in range(0, 15):
-        for lost in range(0, 15):
+    for gained in range(15):
+        for lost in range(15):
             low, high = paired_interval(gained, lost, 40)
             assert low <= (gained - lost) / 40 <= high
             mirrored = paired_interval(lost, gained, 40)

@@ -94,11 +94,17 @@ def _needle(
     hidden = f"{opening} {number}."
     budget = length - len(tokenizer.encode(f"{hidden} {hidden}")) - 2
     while True:
-        before, after, used, at = [], [], 0, 0
-        while used + prose[at % len(prose)][1] <= budget:
+        before: list[str] = []
+        after: list[str] = []
+        used = at = passed_over = 0
+        while passed_over < len(prose):
             sentence, size = prose[at % len(prose)]
+            at += 1
+            if used + size > budget:
+                passed_over += 1
+                continue
             (before if used + size / 2 <= depth * budget else after).append(sentence)
-            used, at = used + size, at + 1
+            used, passed_over = used + size, 0
         text = " ".join([*before, hidden, *after, opening])
         whole, prompt = tokenizer.encode(f"{text} {number}"), tokenizer.encode(text)
         first = next((i for i, (a, b) in enumerate(zip(whole, prompt, strict=False)) if a != b), len(prompt))
