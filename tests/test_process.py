@@ -80,6 +80,12 @@ def test_working_folder(tmp_path: Path) -> None:
     assert lines == [str(tmp_path.resolve())]
 
 
+def test_a_child_that_said_nothing_is_not_quoted() -> None:
+    with pytest.raises(process.ChildFailed) as caught:
+        process.run([PYTHON, "-c", "raise SystemExit(9)"])
+    assert str(caught.value).endswith("ended with exit code 9; it said nothing")
+
+
 def test_failure_carries_code_and_last_lines() -> None:
     with pytest.raises(process.ChildFailed) as caught:
         process.run([PYTHON, "-c", "for i in range(100): print('line', i)\nraise SystemExit(7)"])

@@ -401,13 +401,14 @@ def _failure(name: str, returncode: int, tail: Sequence[str]) -> InputError | Mi
         return InputError(message)
     if returncode == EXIT_MISSING and message:
         return MissingError(message)
+    more = "its last lines:" if lines else "it said nothing"
     if returncode == EXIT_BUG:
-        return ChildFailed(f"{name}: this is a bug; its last lines:", returncode, lines)
+        return ChildFailed(f"{name}: this is a bug; {more}", returncode, lines)
     if returncode >= 0:
-        return ChildFailed(f"{name}: ended with exit code {returncode}; its last lines:", returncode, lines)
+        return ChildFailed(f"{name}: ended with exit code {returncode}; {more}", returncode, lines)
     ended_by = signal.Signals(-returncode).name
     hint = " (often: out of memory)" if -returncode == signal.SIGKILL else ""
-    return ChildFailed(f"{name}: ended by {ended_by}{hint}; its last lines:", returncode, lines)
+    return ChildFailed(f"{name}: ended by {ended_by}{hint}; {more}", returncode, lines)
 
 
 def _own_words(lines: Sequence[str]) -> str:

@@ -110,6 +110,17 @@ def test_odd_paths_are_bad_input(tmp_path: Path, arguments: str, says: str) -> N
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir ../gone; {sys.executable} -m trtspec doctor"],
+        capture_output=True, text=True, check=False, cwd=tmp_path / "gone", timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    said = "error: the current folder does not exist any more; cd to one that does\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_a_cache_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     wheel = tmp_path / "x.whl"

@@ -259,6 +259,10 @@ def _report_other(session: Session, error: Exception, arguments: Sequence[str]) 
 def _os_error(session: Session, error: OSError) -> TrtspecError:
     if error.filename is None:
         try:
+            os.getcwd()
+        except FileNotFoundError:
+            return InputError("the current folder does not exist any more; cd to one that does")
+        try:
             # Writes that fail do not say into what; an empty one would succeed.
             os.write(sys.stdout.fileno(), b"\n")
         except (OSError, ValueError, AttributeError) as refused:
