@@ -6,8 +6,8 @@ import json
 from itertools import pairwise
 
 import pytest
+from fake_endpoints import Fake, serving
 
-from tests.verify.fake_endpoints import Fake, serving
 from trtspec.errors import InputError, MissingError
 from trtspec.prompts import PROMPTS_FILE, load_chats
 from trtspec.verify.bundle import write_bundle

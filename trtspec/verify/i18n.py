@@ -32,7 +32,12 @@ def speaker(lang: Lang) -> Say:
 
 def check_title(name: str, say: Callable[..., str]) -> str:
     """What a check of this name asks; "" for one that is not known here."""
-    for prefix, key in (("regression.", "check.regression"), ("task:", "check.task")):
+    for prefix, key in (
+        ("regression.", "check.regression"),
+        ("task:", "check.task"),
+        ("latency_", "check.latency"),
+        ("goodput_", "check.goodput"),
+    ):
         if name.startswith(prefix):
             return say(key, name=name.removeprefix(prefix))
     key = f"check.{name}"
@@ -140,6 +145,13 @@ TEXTS: dict[str, tuple[str, str]] = {
         "最可能词元与基线相同的占比",
     ),
     "check.degenerate_text": ("Answers that are no text", "退化的输出（空、单词元、循环）"),
+    "check.latency": ("Latency of {name} under load", "负载下的延迟：{name}"),
+    "check.goodput": ("Requests of {name} within the objectives", "满足服务目标的请求：{name}"),
+    "check.token_counter": ("Both sides count tokens alike", "双方的词元计数一致"),
+    "check.baseline_without_speculation": ("The baseline does not speculate", "基线不做推测解码"),
+    "check.speedup_by_load": ("Speed gained by drafting, load by load", "各负载下推测解码带来的加速"),
+    "check.evidence": ("The measurement can count as evidence", "测量结果可作为证据"),
+    "check.matrix": ("Formats and drafters, cell by cell", "量化格式与推测方法的矩阵"),
     "check.retrieval": ("Retrieval from a long context", "长上下文检索"),
     # the page
     "title": ("Verification of {name}", "{name} 的验证报告"),
