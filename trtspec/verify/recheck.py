@@ -202,6 +202,16 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
                 key, found = "max_perplexity_ratio", arguments.get("bound")
             case "approximate":
                 key, found = "max_perplexity_ratio", arguments.get("margin")
+            case "divergence":
+                key = {
+                    "mean_kl": "max_mean_kl",
+                    "p99_kl": "max_p99_kl",
+                    "same_top_token": "min_same_top_token",
+                }[name]
+                found = arguments.get(key)
+            case "task" | "retrieval" | "degenerate":
+                suffix = "rise" if records.judge == "degenerate" else "loss"
+                key, found = f"max_{records.judge}_{suffix}", arguments.get("margin")
             case "acceptance" | "gpu_acceptance":
                 key, found = "min_acceptance_length", arguments.get("bound")
             case "speed" | "gpu_speed":

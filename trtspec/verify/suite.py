@@ -168,12 +168,13 @@ def check_suite(
             rows += degenerate_rows("greedy", ids, mine, theirs, stops)
         if records.judge == "approximate" and not any(row["stage"] == "sampled" for row in rows):
             ours, strict = (answers_from(records.tables[name]) for name in ("approximate", "strict"))
-            tokens = ([answer.tokens for answer in side] for side in (ours, strict))
-            rows += degenerate_rows("sampled", [answer.request_id for answer in ours], *tokens, stops)
-    checks, written = check_tasks(plan, target, baseline, tokenizer, settings, gates, stage)
+            written = [[answer.tokens for answer in side] for side in (ours, strict)]
+            names = [answer.request_id for answer in ours]
+            rows += degenerate_rows("sampled", names, written[0], written[1], stops)
+    checks, answered = check_tasks(plan, target, baseline, tokenizer, settings, gates, stage)
     if plan.retrieval:
         checks.append(check_retrieval(target.scorer, baseline.scorer, tokenizer, settings, gates, stage))
-    rows += written
+    rows += answered
     if rows:
         checks.append(judge_degenerate(rows, margin=gates.max_degenerate_rise))
     return checks
@@ -235,7 +236,7 @@ def judge_task(task: str, rows: Sequence[Row], *, margin: float | None, alone: b
     how = f"{', '.join(kinds)}; greedy answers, or log-likelihoods of choices"
     if "lm-eval" in kinds:
         how = f"lm-evaluation-harness, {', '.join(dict.fromkeys(str(row['metric']) for row in rows))} an item"
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if alone is False:
         warnings = (
             "code ran in a process with limits, but with this machine's network: it has no namespaces",

@@ -141,9 +141,11 @@ def load_tasks(
 def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer, judge: bool) -> Item:
     """The item of one line; ValueError with everything that is wrong with it."""
     wrong = [f"unknown field {key!r}" for key in value if key not in _FIELDS]
-    kind = value.get("kind")
+    kind: Kind = value.get("kind", "")
     if kind not in get_args(Kind):
-        raise ValueError("; ".join([*wrong, f"kind is {kind!r}; allowed: {', '.join(get_args(Kind))}"]))
+        raise ValueError(
+            "; ".join([*wrong, f"kind is {value.get('kind')!r}; allowed: {', '.join(get_args(Kind))}"])
+        )
     prompt = _prompt(value, tokenizer, kind == "choice", wrong)
     stop, ignore_case = value.get("stop", []), value.get("ignore_case", False)
     if not (isinstance(stop, list) and all(isinstance(one, str) and one for one in stop)):
@@ -232,8 +234,8 @@ def _answers(value: Mapping[str, Any], kind: Kind, wrong: list[str]) -> tuple[tu
         wrong.append("answer must be text, not empty")
         return (), -1
     if kind == "regex":
-        _check_pattern("answer", several[0], wrong)
-    return tuple(several), -1
+        _check_pattern("answer", str(several[0]), wrong)
+    return tuple(map(str, several)), -1
 
 
 def _choices(value: Mapping[str, Any], wrong: list[str]) -> list[str]:
