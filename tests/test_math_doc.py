@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trtspec.verify.power import INTENDED, LOOKS, PRODUCED, bias_size, look_levels, power_of
+
 DOC = Path(__file__).resolve().parents[1] / "docs" / "math.md"
 TEXT = DOC.read_text(encoding="utf-8")
 
@@ -61,10 +63,17 @@ def loss_of_an_unquantized_draft(alpha: float, num_draft: int, c: float) -> floa
     return 1 - speedup(length, num_draft, c, 2, 1) / speedup(length, num_draft, c, 2, 2)
 
 
+def bias_of_2026() -> float:
+    return bias_size(INTENDED, PRODUCED)
+
+
 # Every decimal of the running text. Inputs are chosen for an example or cited with their source beside
 # them; the rest is recomputed.
 INPUTS = {".6", ".3", ".1", ".09", ".7296", ".5208", ".3545", "3.1"}
+INPUTS |= {"0.01", "0.04", "0.99", "10.16", "63.04", "26.80"}
 COMPUTED = {
+    "0.994": lambda: {round(power_of(6000, bias_of_2026(), 3, look_levels(LOOKS)[-1]), 3)},
+    "0.005": lambda: {round(bias_of_2026(), 3)},
     ".4": lambda: {4 / 10, 5 / 12.5},
     "22.2": lambda: {
         round(100 * loss_of_an_unquantized_draft(alpha, num_draft, c), 1)
@@ -147,5 +156,5 @@ def test_links_lead_to_headings() -> None:
         for heading in re.findall(r"^## (.*)$", TEXT, re.M)
     }
     links = re.findall(r"\]\(#([^)]*)\)", TEXT)
-    assert len(links) == 12
+    assert len(links) == 13
     assert set(links) == anchors

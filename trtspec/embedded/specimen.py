@@ -77,7 +77,8 @@ def specimen(seed: int = 0, noise: float = 0.0, head_bits: int | None = None) ->
         values, disturbed = (
             torch.randn(rows, columns, generator=one, dtype=torch.float64) for one in (generator, other)
         )
-        return (values + noise * disturbed) * gain / columns**0.5
+        found: Tensor = (values + noise * disturbed) * gain / columns**0.5
+        return found
 
     def norm() -> RmsNorm:
         return RmsNorm(torch.ones(_HIDDEN, dtype=torch.float64), _EPS)
@@ -281,7 +282,8 @@ class HeadDrafter:
 
 def fit_head(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """The head that fits ``texts`` of ``model`` best (ridge regression): ``[vocab, features]``."""
-    inputs, wanted = [], []
+    inputs: list[Tensor] = []
+    wanted: list[int] = []
     for text in texts:
         states = text_states(model, text)
         joined = torch.cat([states[layer] for layer in range(_LAYERS + 1)], -1)[:-2]
@@ -290,7 +292,8 @@ def fit_head(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     x = torch.cat(inputs)
     y = torch.nn.functional.one_hot(torch.tensor(wanted), VOCAB).double()
     gram = x.T @ x + 0.1 * torch.eye(x.shape[1], dtype=x.dtype)
-    return torch.linalg.solve(gram, x.T @ y).T.contiguous()
+    solved: Tensor = torch.linalg.solve(gram, x.T @ y)
+    return solved.T.contiguous()
 
 
 @contextlib.contextmanager

@@ -199,6 +199,7 @@ class _Rig:
         planted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         **options: Any,
     ) -> Check:
+        engine: Engine
         if trees:
             starts = {one.id: len(one.tokens) for one in self._prompts}
             engine = self._specimen.open_specimen(self._specimen.TreeDrafter(self._answers, starts))

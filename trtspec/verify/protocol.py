@@ -22,7 +22,6 @@ from trtspec.verify.approximate import check_approximate
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.gpu import ELSEWHERE, check_gpu, gpu_record
-from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.load import (
     Contender,
     Race,
@@ -36,7 +35,7 @@ from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.near_misses import Drafts
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
-from trtspec.verify.sampled import check_sampled
+from trtspec.verify.sampled_run import sampled_checks
 from trtspec.verify.settings import Settings
 from trtspec.verify.suite import Plan, Side, check_suite, plan_suite, skipped_suite
 from trtspec.verify.tasks import task_files
@@ -120,7 +119,7 @@ def verify(
         seconds *= 1 + len(sampled) * settings.samples / (4 * len(prompts))
         say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
         checks, answers = _measure(built, engines, prompts, texts, tokenizer, settings, proof, on_progress)
-        checks[1:1] = _sampled(engines, prompts, settings, recipe, on_progress)
+        checks[1:1] = sampled_checks(engines.recipe, engines.plain, prompts, settings, recipe, on_progress)
         if sampled:
             checks[:0] = _approximate(engines, sampled, tokenizer, settings, recipe, on_progress)
         checks += _suite(engines, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress)
@@ -293,67 +292,6 @@ def _approximate(
         margin=recipe.gates.max_perplexity_ratio,
         on_progress=lambda done, total: on_progress(stage, done, total),
     )
-
-
-def _sampled(
-    engines: _Engines, prompts: Sequence[Prompt], settings: Settings, recipe: Recipe, on_progress: OnProgress
-) -> list[Check]:
-    """Sampled answers against the target's law, and which sampling parameters hold while drafting."""
-    strict, speculates = fidelity(recipe) == "strict", engines.recipe is not engines.plain
-    if not speculates:
-        return [_skipped("sampled", "the recipe does not speculate", False)]
-    draft_limit, required = max_draft(recipe.speculation), recipe.gates.lossless
-
-    def progress(stage: str) -> Callable[[int, int], None]:
-        on_progress(stage, 0, 0)
-        return lambda done, total: on_progress(stage, done, total)
-
-    reason = ""
-    if not strict:
-        reason = "the acceptance is approximate: the checks of its own judge what it samples"
-    elif not settings.sampled:
-        reason = "not asked for (--no-sampled)"
-    elif (limit := settings.sampled_seconds) is not None:
-        seconds = _sampled_s(engines, prompts, settings, recipe)
-        if seconds > limit:
-            reason = f"would take about {seconds:.0f} s, more than a quick run has; --sampled runs it"
-    checks = [_skipped("sampled", reason, False)] if reason else []
-    if not reason:
-        checks = [
-            check_sampled(
-                engines.recipe,
-                engines.plain,
-                prompts,
-                tokens=settings.sampled_tokens,
-                max_new_tokens=settings.max_new_tokens,
-                temperature=settings.temperature,
-                bias=settings.sampled_bias,
-                draft_limit=draft_limit,
-                dtype=recipe.backend.dtype,
-                required=required,
-                on_progress=progress("sampled: drawn answers against the target's law"),
-            )
-        ]
-    parameters = check_parameters(
-        engines.recipe,
-        engines.plain,
-        prompts,
-        draft_limit=draft_limit,
-        dtype=recipe.backend.dtype,
-        required=required,
-        labelled=recipe_labels(recipe),
-        on_progress=progress("sampling_parameters: which are honoured while drafting"),
-    )
-    return [*checks, parameters]
-
-
-def _sampled_s(engines: _Engines, prompts: Sequence[Prompt], settings: Settings, recipe: Recipe) -> float:
-    """About how long the sampled answers take: two runs in batches, and a pass over each answer."""
-    requests = requests_for(prompts[:1], 4, frozenset())
-    step_s = run(engines.plain, requests, draft_limit=0).seconds / 4
-    answers = -(-settings.sampled_tokens // settings.max_new_tokens)
-    batches = -(-answers // recipe.limits.max_batch_size)
-    return step_s * (2 * 2.5 * batches * settings.max_new_tokens + 2 * 2 * answers)
 
 
 def _suite(

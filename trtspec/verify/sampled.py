@@ -380,7 +380,10 @@ def judge_sampled(
 
 def _drawn(given: Mapping[str, Any]) -> Drawn:
     """From a report, in which tuples are lists."""
-    return Drawn(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+    }
+    return Drawn(**fields)
 
 
 def _outside(mine: Tests, other: Tests, exact: bool) -> float:

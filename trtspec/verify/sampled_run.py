@@ -1,0 +1,89 @@
+"""What the protocol asks of sampled answers: the law they follow, the parameters that are obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trtspec.engine import Engine
+from trtspec.prompts import Prompt
+from trtspec.recipe import Recipe
+from trtspec.recipe_facts import fidelity
+from trtspec.ruler import max_draft, run
+from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.labels import check_parameters, recipe_labels
+from trtspec.verify.lossless import requests_for
+from trtspec.verify.sampled import check_sampled
+from trtspec.verify.settings import Settings
+
+
+def sampled_checks(
+    engine: Engine,
+    plain: Engine,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    recipe: Recipe,
+    on_progress: Callable[[str, int, int], None],
+) -> list[Check]:
+    """Sampled answers against the target's law, and which sampling parameters ``engine`` obeys drafting.
+
+    ``plain``: the same weights without drafts; ``engine`` itself where the recipe does not speculate.
+    """
+    strict, speculates = fidelity(recipe) == "strict", engine is not plain
+    if not speculates:
+        return [_skipped("sampled", "the recipe does not speculate", False)]
+    draft_limit, required = max_draft(recipe.speculation), recipe.gates.lossless
+
+    def progress(stage: str) -> Callable[[int, int], None]:
+        on_progress(stage, 0, 0)
+        return lambda done, total: on_progress(stage, done, total)
+
+    reason = ""
+    if not strict:
+        reason = "the acceptance is approximate: the checks of its own judge what it samples"
+    elif not settings.sampled:
+        reason = "not asked for (--no-sampled)"
+    elif (limit := settings.sampled_seconds) is not None:
+        seconds = _seconds(plain, prompts, settings, recipe)
+        if seconds > limit:
+            reason = f"would take about {seconds:.0f} s, more than a quick run has; --sampled runs it"
+    checks = [_skipped("sampled", reason, False)] if reason else []
+    if not reason:
+        checks = [
+            check_sampled(
+                engine,
+                plain,
+                prompts,
+                tokens=settings.sampled_tokens,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                bias=settings.sampled_bias,
+                draft_limit=draft_limit,
+                dtype=recipe.backend.dtype,
+                required=required,
+                on_progress=progress("sampled: drawn answers against the target's law"),
+            )
+        ]
+    parameters = check_parameters(
+        engine,
+        plain,
+        prompts,
+        draft_limit=draft_limit,
+        dtype=recipe.backend.dtype,
+        required=required,
+        labelled=recipe_labels(recipe),
+        on_progress=progress("sampling_parameters: which are honoured while drafting"),
+    )
+    return [*checks, parameters]
+
+
+def _seconds(plain: Engine, prompts: Sequence[Prompt], settings: Settings, recipe: Recipe) -> float:
+    """About how long the sampled answers take: two runs in batches, and a pass over each answer."""
+    requests = requests_for(prompts[:1], 4, frozenset())
+    step_s = run(plain, requests, draft_limit=0).seconds / 4
+    answers = -(-settings.sampled_tokens // settings.max_new_tokens)
+    batches = -(-answers // recipe.limits.max_batch_size)
+    return step_s * (2 * 2.5 * batches * settings.max_new_tokens + 2 * 2 * answers)
+
+
+def _skipped(name: str, reason: str, required: bool) -> Check:
+    return Check(name, Verdict.SKIPPED, reason, required=required)
