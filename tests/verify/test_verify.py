@@ -262,3 +262,33 @@ def test_the_command_can_be_pasted():
     page = render.markdown(dataclasses.replace(made_report(), argv=argv))
     command = page.split("- command: `")[1].split("`")[0]
     assert tuple(shlex.split(command)) == argv
+
+
+def test_the_quality_suite_through_the_verb(tmp_path, data, capsys):
+    """Tasks, retrieval and degenerate text are in the report, and its bundle gives them again."""
+    built = build_tiny(tmp_path / "good", gates="{max_task_loss: 0.1, max_degenerate_rise: 0.1}")
+    rows = [{"kind": "choice", "prompt": "", "choices": [f"a{n}", f"b{n}"], "answer": 0} for n in range(80)]
+    rows += [{"kind": "exact", "prompt": f"x{n}", "answer": "y", "max_new_tokens": 4} for n in range(40)]
+    own, bundle = write_jsonl(tmp_path / "own.jsonl", rows), tmp_path / "bundle"
+    more = ["--tasks", str(own), "--retrieval", "--no-sampled", "--bundle", str(bundle)]
+    code = main([*arguments(built.folder, data, *more), "--json"])
+    shown = capsys.readouterr()
+    value = json.loads(shown.out)
+    assert "report" in value, shown
+    checks = {one["name"]: one for one in value["report"]["checks"]}
+    assert code == 0
+    assert checks["task:own"]["verdict"] == "PASS"
+    assert checks["degenerate_text"]["verdict"] == "PASS"
+    assert checks["degenerate_text"]["n"] == 45
+    assert checks["retrieval"]["verdict"] == "MEASURED"
+    assert main(["report", "--recheck", str(bundle)]) in (0, 4)
+    assert "differs" not in capsys.readouterr().out
+
+
+def test_a_bad_task_file_is_told_before_anything_runs(tmp_path, data, capsys):
+    built = build_tiny(tmp_path / "good")
+    own = write_jsonl(tmp_path / "own.jsonl", [{"kind": "essay", "prompt": "a"}])
+    assert main(arguments(built.folder, data, "--tasks", str(own))) == 2
+    shown = capsys.readouterr()
+    assert "own.jsonl:1: kind is 'essay'" in shown.err
+    assert "loading" not in shown.err

@@ -207,7 +207,7 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
                     "mean_kl": "max_mean_kl",
                     "p99_kl": "max_p99_kl",
                     "same_top_token": "min_same_top_token",
-                }[name]
+                }.get(name, name)
                 found = arguments.get(key)
             case "task" | "retrieval" | "degenerate":
                 suffix = "rise" if records.judge == "degenerate" else "loss"
