@@ -146,7 +146,7 @@ def _trials(size: Size) -> list[_Trial]:
         ("KV scales of 1.0", lambda: rig.quality(kv_format="int8", kv_scales=specimen.UNIT_SCALES), kv),
         ("quantized lm_head", lambda: rig.quality(model=specimen.specimen(head_bits=3)), head),
         ("inflated token counter", lambda: rig.acceptance(_counts_double), acceptance),
-        ("sleep in the baseline", lambda: rig.speed(0.03), lambda: rig.speed(0.0)),
+        ("sleep in the baseline", lambda: rig.speed(0.08), lambda: rig.speed(0.0)),
     ]
 
 
