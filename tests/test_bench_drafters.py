@@ -128,6 +128,23 @@ def test_every_bad_kind_is_named(artifact: Artifact) -> None:
         assert words in text
 
 
+def test_what_names_no_kind_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kinds in ("", " ,"):
+        assert main(["bench", "drafters", str(folder / "tiny"), "--kinds", kinds]) == 2
+        assert capsys.readouterr().err.startswith("error: --kinds: names nothing; allowed: none, ngram")
+    assert main(["bench", "drafters", str(folder / "tiny"), "--kinds", ",ngram,", "--dry-run"]) == 0
+
+
+def test_errors_of_rows_for_a_file_are_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """stdout is not JSON when --json names a file."""
+    rows = str(folder / "absent" / "rows.json")
+    for verb in ("drafters", "engine"):
+        assert main(["bench", verb, str(folder / "tiny"), "--json", rows]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"error: {rows}: no such file or directory")
+
+
 # --------------------------------------------------------------------------- marked text
 
 

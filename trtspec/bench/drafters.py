@@ -102,6 +102,8 @@ def contenders(artifact: Artifact, kinds: Sequence[str] | None, heads: Path | No
     require_embedded(artifact)
     own = artifact.recipe.speculation
     found = None if heads is None else _kind_of_heads(heads, artifact)
+    if kinds is not None and not kinds:
+        raise InputError(f"--kinds: names nothing; allowed: {', '.join(KINDS)}, with commas between them")
     names = list(kinds) if kinds is not None else ["none", "ngram", "lookahead", own.kind, found]
     wanted = ["none", *dict.fromkeys(name for name in names if name is not None and name != "none")]
     problems = []

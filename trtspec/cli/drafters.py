@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtspec import __version__
-from trtspec.cli.output import Progress, Session, UserPath
+from trtspec.cli.output import Progress, Session, UserPath, into_a_file
 
 if TYPE_CHECKING:
     from trtspec.bench.drafters import Comparison, DrafterRow
@@ -36,7 +36,14 @@ _TEXT_LINES = 4
 @click.option("--tokens", type=click.IntRange(8, 1024), default=48, show_default=True, help="Of each answer.")
 @click.option("--rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Of every prompt.")
 @click.option("--quick", is_flag=True, help="One prompt of each workload, 40 tokens, two rounds.")
-@click.option("--json", "json_file", type=UserPath(), help="Write rows and answers to this file.")
+@click.option(
+    "--json",
+    "json_file",
+    type=UserPath(),
+    is_eager=True,
+    callback=into_a_file,
+    help="Write rows and answers to this file.",
+)
 @click.option("--svg", "svg_file", type=UserPath(), help="Draw acceptance by depth into this file.")
 @click.option("--dry-run", is_flag=True, help="List what would be compared; run nothing.")
 @click.pass_context
@@ -71,7 +78,7 @@ def drafters(
     artifact = open_artifact(engine)
     if quick:
         prompts, tokens, rounds = 1, 40, 2
-    named = None if kinds is None else [name.strip() for name in kinds.split(",")]
+    named = None if kinds is None else [name.strip() for name in kinds.split(",") if name.strip()]
     compared = contenders(artifact, named, heads)
     if dry_run:
         for one in compared:

@@ -68,6 +68,12 @@ def json_option(function: _Function) -> _Function:
     )(function)
 
 
+def into_a_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Callback of a ``--json FILE``: stdout has no JSON then, so errors are lines on stderr."""
+    ctx.ensure_object(Session).json = False
+    return value
+
+
 def completing(names: Iterable[str]) -> Callable[..., list[str]]:
     """What an option's ``shell_complete`` wants, for one whose bad values get messages of their own."""
 

@@ -165,10 +165,11 @@ def build_corpus(
         group = np.cumsum(starts_group) - 1
         places = places[np.bincount(group)[group] >= min_count]
     if not len(places):
-        raise InputError(
-            f"no {min_ngram} tokens with one after them occur {min_count} times; give more text, or lower "
-            "speculation.corpus_min_count or min_ngram"
-        )
+        often = "is in it" if min_count == 1 else f"is in it {min_count} times"
+        message = f"no run of {min_ngram} tokens with one after it {often}; give more text"
+        if max(min_count, min_ngram) > 1:
+            message += ", or lower corpus_min_count or min_ngram"
+        raise InputError(Problem(message, key="speculation.corpus"))
     starts = np.searchsorted(tokens[places], np.arange(vocab_size + 1))
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
