@@ -380,6 +380,7 @@ def _estimate_s(
     seconds = 1.75 * plain * (batches * tokens * 4 * (1 + speculates) + alone * tokens + noise)
     if engines.baseline is not engines.plain:
         seconds += settings.quality_tokens / 4.4 * (plain + baseline) / 2
+        seconds += 1.75 * baseline * batches * tokens * 4  # the baseline's answers, for degenerate_text
     runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
     if speculates:
         seconds += 1.3 * runs * plain * 2
