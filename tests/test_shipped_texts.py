@@ -43,11 +43,23 @@ def test_ids_are_unique_and_texts_share_no_phrase(name: str) -> None:
     assert not [pair for pair in combinations(range(len(found)), 2) if phrases[pair[0]] & phrases[pair[1]]]
 
 
-@pytest.mark.parametrize("name", ["prompts.jsonl", "heldout.jsonl"])
+@pytest.mark.parametrize("name", ["prompts.jsonl", "load_prompts.jsonl", "heldout.jsonl"])
 def test_nothing_is_measured_on_what_was_calibrated_on(name: str) -> None:
     seen = set().union(*(runs(text_of(row), 7) for row in rows("calibration.jsonl")))
     assert seen
     assert not [row["id"] for row in rows(name) if runs(text_of(row), 7) & seen]
+
+
+def test_with_those_of_the_load_matrix_there_are_a_hundred_prompts_in_every_cell() -> None:
+    """They have a file of their own: what other checks draw from ``prompts.jsonl`` stays as it is."""
+    prompts = rows("prompts.jsonl") + rows("load_prompts.jsonl")
+    assert len(prompts) == 100
+    assert len({row["id"] for row in prompts}) == 100
+    cells = Counter((row["task"], row["language"]) for row in prompts)
+    assert len(cells) == 10
+    assert min(cells.values()) >= 8
+    phrases = [runs(text_of(row), 9) for row in prompts]
+    assert not [pair for pair in combinations(range(100), 2) if phrases[pair[0]] & phrases[pair[1]]]
 
 
 def test_prompts_cover_five_tasks_and_two_languages_from_the_start_of_the_file_on() -> None:
@@ -65,7 +77,7 @@ def test_prompts_cover_five_tasks_and_two_languages_from_the_start_of_the_file_o
 
 
 def test_every_prompt_is_a_conversation_that_waits_for_an_answer() -> None:
-    for row in rows("prompts.jsonl"):
+    for row in rows("prompts.jsonl") + rows("load_prompts.jsonl"):
         roles = [message["role"] for message in row["messages"]]
         if roles[0] == "system":
             roles = roles[1:]
@@ -74,7 +86,7 @@ def test_every_prompt_is_a_conversation_that_waits_for_an_answer() -> None:
 
 
 def test_summaries_have_something_to_summarize() -> None:
-    for row in rows("prompts.jsonl"):
+    for row in rows("prompts.jsonl") + rows("load_prompts.jsonl"):
         if row["task"] == "summarization":
             assert 120 <= words(text_of(row)) <= 280
 
