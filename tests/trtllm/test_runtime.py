@@ -450,6 +450,7 @@ def test_verify_measures_what_there_is_and_skips_the_rest(
     assert {name: check["verdict"] for name, check in checks.items()} == {
         "lossless": "PASS",
         "lossless_float64": "SKIPPED",
+        "sampled": "SKIPPED",
         "quality": "SKIPPED",
         "acceptance": "MEASURED",
         "speedup": "MEASURED",
@@ -522,6 +523,20 @@ def test_perplexity_is_skipped_and_its_gate_not_passed(built: Artifact, trtllm: 
     assert checks["lossless"].verdict is Verdict.PASS
     assert checks["speedup_over_baseline"].verdict is Verdict.MEASURED
     assert [Path(one["model"]).name for one in trtllm.opened] == ["target", "target", "baseline"]
+
+
+def test_sampled_answers_are_compared_from_outside(built: Artifact, trtllm: Any) -> None:
+    prompts = [Prompt(str(i), (5 + i, 9, 40 + i), "") for i in range(2)]
+    quiet = lambda stage, done, total: None  # noqa: E731
+    settings = replace(QUICK, sampled_seconds=None)
+    checks = check_gpu(built, prompts, frozenset({2}), settings, quiet, lossless="lossless")
+    sampled = next(check for check in checks if check.name == "sampled")
+    assert sampled.verdict is Verdict.PASS
+    assert sampled.n == sampled.evidence["planned"]
+    assert sampled.how.startswith("black box")
+    trtllm.keeps_wrong_drafts = True
+    checks = check_gpu(built, prompts, frozenset({2}), settings, quiet, lossless="lossless")
+    assert [check.verdict for check in checks if check.name == "sampled"] == [Verdict.FAIL]
 
 
 def test_an_engine_has_no_variant_to_compare_it_with(built: Artifact, trtllm: Any, tmp_path: Path) -> None:

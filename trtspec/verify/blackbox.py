@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.engine import Engine, Request, Sampling
+from trtspec.engine import Engine, Request, Sampling, generate
 from trtspec.errors import InputError, Problem
 from trtspec.prompts import Prompt
 from trtspec.ruler import run
@@ -175,6 +175,33 @@ def check_blackbox(
         if check.verdict in (Verdict.FAIL, Verdict.ERROR) or wanted == most_answers:
             break
     return check
+
+
+def draw_answers(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    side: int,
+    answers: int,
+    max_new_tokens: int = 2 * FIRST_TOKENS + 2,
+    temperature: float = 1.0,
+) -> dict[str, list[list[int]]]:
+    """``answers`` to each prompt from an engine that need not count its steps, for :func:`judge_blackbox`.
+    ``side`` 0 is the reference, 1 the engine under test: they never share a seed."""
+    requests = [
+        Request(
+            f"{prompt.id}#{at}",
+            prompt.tokens,
+            max_new_tokens,
+            Sampling(temperature, seed=_seed_of(side, index, at)),
+        )
+        for index, prompt in enumerate(prompts)
+        for at in range(answers)
+    ]
+    found: dict[str, list[list[int]]] = {prompt.id: [] for prompt in prompts}
+    for completion in generate(engine, requests):
+        found[completion.request_id.rpartition("#")[0]].append(list(completion.tokens))
+    return found
 
 
 def _seed_of(side: int, prompt: int, at: int) -> int:

@@ -21,12 +21,14 @@ from trtspec.engine import Completion, Engine, generate
 from trtspec.errors import MissingError
 from trtspec.probes import collect
 from trtspec.prompts import Prompt
-from trtspec.recipe import NoSpeculation
+from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import max_draft
 from trtspec.stats import ratio_of_sums, times_faster
 from trtspec.trtllm.opening import installed
+from trtspec.verify.blackbox import draw_answers, judge_blackbox, planned_answers
 from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.labels import recipe_labels
 from trtspec.verify.load import DEAD_LENGTH, DEFINITION
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, rows_of
@@ -53,9 +55,15 @@ class Measured:
     """Drafted for ``together``, as the engine counts them over all requests."""
 
 
+_BIAS, _DRAWN_PROMPTS = 0.1, 2
+"""What the black-box comparison of sampled answers is planned on."""
+
+
 @dataclass
 class _Found:
     measured: dict[Variant, Measured] = field(default_factory=dict)
+    drawn: dict[Variant, dict[str, list[list[int]]]] = field(default_factory=dict)
+    """Sampled answers by prompt."""
     missing: dict[Variant, str] = field(default_factory=dict)
     """Variant -> why it cannot be run."""
 
@@ -80,6 +88,8 @@ def check_gpu(
     variants: list[Variant] = ["recipe"]
     variants += ["no_speculation"] if speculates else []
     variants += ["baseline"] if quantizes else []
+    undrawn = _undrawn(recipe, settings) if speculates else ""
+    planned = planned_answers(_BIAS, _DRAWN_PROMPTS)
     for number, variant in enumerate(variants):
         on_progress(f"TensorRT-LLM: {variant}", number, len(variants))
         try:
@@ -91,6 +101,10 @@ def check_gpu(
             continue
         with closing(engine):
             found.measured[variant] = _measure(engine, prompts, stop_tokens, settings)
+            if speculates and not undrawn and variant != "baseline":
+                side = int(variant == "recipe")
+                drawn = draw_answers(engine, prompts[:_DRAWN_PROMPTS], side=side, answers=planned)
+                found.drawn[variant] = drawn
     gates, draft_limit = recipe.gates, max_draft(recipe.speculation)
     checks = [_lossless(found, lossless, speculates=speculates, required=gates.lossless)]
     if fidelity(recipe) == "approximate":
@@ -99,6 +113,18 @@ def check_gpu(
     if speculates:
         reason = "TensorRT-LLM does not compute in float64"
         checks.append(_skipped(f"{lossless}_float64", reason, False))
+        missing = undrawn or found.missing.get("no_speculation", "")
+        checks.append(
+            _skipped("sampled", missing, False)
+            if missing
+            else judge_blackbox(
+                reference=found.drawn["no_speculation"],
+                drafted=found.drawn["recipe"],
+                planned=planned,
+                bias=_BIAS,
+                required=gates.lossless,
+            )
+        )
     checks.append(_quality(quantizes=quantizes, required=gates.max_perplexity_ratio is not None))
     if speculates:
         mine, bound = found.measured["recipe"], gates.min_acceptance_length
@@ -114,6 +140,19 @@ def check_gpu(
     if quantizes or gates.min_speedup_over_baseline is not None:
         checks.append(_speed(found, "speedup_over_baseline", over, gates.min_speedup_over_baseline))
     return checks
+
+
+def _undrawn(recipe: Recipe, settings: Settings) -> str:
+    """Why sampled answers are not compared with and without drafts; "" if they are."""
+    told = next(one for one in recipe_labels(recipe) if one.mode == "sampled")
+    if told.fidelity == "approximate":
+        return f"sampled output is approximate: {told.because}"
+    if not settings.sampled:
+        return "not asked for (--no-sampled)"
+    if settings.sampled_seconds is not None:
+        answers = planned_answers(_BIAS, _DRAWN_PROMPTS)
+        return f"a quick run has no time for {2 * answers} answers with and without drafts; --sampled runs it"
+    return ""
 
 
 def gpu_record() -> tuple[dict[str, str], dict[str, str]]:
