@@ -96,8 +96,10 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         Corpus.open(tmp_path)
     with pytest.raises(InputError, match="outside the vocabulary"):
         build_corpus([[9]], tmp_path / "a", vocab_size=9)
-    with pytest.raises(InputError, match="lower"):
+    with pytest.raises(InputError, match=r"^speculation.corpus: no run of 1 tokens .* give more text$"):
         build_corpus([[1]], tmp_path / "b", vocab_size=9)
+    with pytest.raises(InputError, match="is in it 3 times; give more text, or lower corpus_min_count"):
+        build_corpus([[1, 2, 3]], tmp_path / "b", vocab_size=9, min_ngram=2, min_count=3)
     assert not list(tmp_path.iterdir())
 
 
