@@ -404,3 +404,17 @@ def test_the_harness_over_an_engine(engines, tmp_path, monkeypatch):
     assert all(one.tokens for one in writing)
     with pytest.raises(InputError, match="knows no task nonsense"):
         harness.run_harness(["nonsense"], engine, engine, tokenizer, **arguments)
+
+
+def test_what_an_engine_cannot_give_is_skipped_and_not_passed():
+    from trtspec.verify.suite import skipped_suite
+
+    assert skipped_suite(Gates(), Settings(), "no scores") == []
+    gates = Gates(max_mean_kl=0.1, max_task_loss=0.1)
+    checks = skipped_suite(gates, Settings(retrieval=True), "no scores")
+    assert {check.name: check.required for check in checks} == {
+        "mean_kl": True,
+        "tasks": True,
+        "retrieval": False,
+    }
+    assert {check.verdict for check in checks} == {Verdict.SKIPPED}
