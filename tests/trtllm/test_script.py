@@ -149,6 +149,23 @@ def test_run_again_it_does_nothing_and_after_a_failure_it_goes_on(run: Run, tmp_
     assert [call.split()[0] for call in calls(tmp_path)][3:] == ["trtllm-build"], "only what changed"
 
 
+def test_a_folder_of_somebody_else_is_not_removed(run: Run, tmp_path: Path) -> None:
+    plan = plan_commands(EAGLE3, "1.2.1")
+    thesis = out(tmp_path) / "target" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("years of work")
+    done = run(plan)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "target is there and not made by this script; move it away" in done.stderr
+    assert thesis.read_text() == "years of work"
+    assert calls(tmp_path) == []
+    thesis.unlink()
+    thesis.parent.rmdir()
+    assert run(plan, FAIL="trtspec").returncode == 1
+    thesis.parent.mkdir(exist_ok=True)
+    assert run(plan).returncode == 0, "what an unfinished run left is the script's own"
+
+
 def test_a_change_of_the_first_step_does_all_of_them_again(run: Run, tmp_path: Path) -> None:
     assert run(plan_commands(MEDUSA, "1.2.1")).returncode == 0
     kept = MEDUSA.quantization.model_copy(update={"kv_cache": "none"})

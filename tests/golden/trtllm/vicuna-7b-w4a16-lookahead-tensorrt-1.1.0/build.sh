@@ -38,14 +38,20 @@ case "${found}" in
   *) echo "error: this script is for TensorRT-LLM 1.1.0, found ${found}; render it for that one" >&2; exit 3 ;;
 esac
 
-step() {  # step KEY OUTPUT WHAT COMMAND...: once; what an unfinished run left of OUTPUT is removed first
+step() {  # step KEY OUTPUT WHAT COMMAND...: once; what a run of this script left of OUTPUT is removed first
   local key=$1 output=$2 what=$3
+  local mark="${WORK_DIR}/.made-${output##*/}"
   shift 3
   if [ -e "${WORK_DIR}/.done-${key}" ]; then
     echo "done before: ${what}"
     return
   fi
+  if [ -e "${output}" ] && [ ! -e "${mark}" ]; then
+    echo "error: ${output} is there and not made by this script; move it away, or set another WORK_DIR" >&2
+    exit 2
+  fi
   echo "== ${what}"
+  touch -- "${mark}"
   rm -rf -- "${output}"
   "$@"
   touch -- "${WORK_DIR}/.done-${key}"
