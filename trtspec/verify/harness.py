@@ -13,6 +13,7 @@ import contextlib
 import io
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,13 @@ def run_harness(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    model = _model(writer, scorer, tokenizer, draft_limit, on_done)
+    shown = sys.stderr
+
+    def advance() -> None:
+        with contextlib.redirect_stderr(shown):  # progress is ours, the rest is the harness's
+            on_done()
+
+    model = _model(writer, scorer, tokenizer, draft_limit, advance)
     with _quiet():
         manager = TaskManager(include_path=None if folder is None else str(folder))
         unknown = [name for name in tasks if name not in manager.all_tasks]
