@@ -217,6 +217,17 @@ def test_missing_folder_and_config(tmp_path: Path) -> None:
     assert "holds a list" in problems_of(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
+@pytest.mark.parametrize("value", [None, 0, "4", [64]])
+def test_a_missing_size_is_one_problem(folder: Path, key: str, value: Any) -> None:
+    """What is put in its place is not compared with the other sizes."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value, "head_dim": None}))
+    problems = problems_of(folder).splitlines()
+    assert len(problems) == 1, problems
+    assert f"config.json: {key}: " in problems[0]
+
+
 # ------------------------------------------------------------------ weight files
 
 
@@ -362,6 +373,8 @@ def test_folders_are_relative_to_the_recipe(folder: Path) -> None:
         resolve_model("model", folder.parent, "main")
     with pytest.raises(InputError, match="no such folder"):
         resolve_model("./absent", folder.parent)
+    with pytest.raises(InputError, match="is a file; give the folder"):
+        resolve_model("model/config.json", folder.parent)
 
 
 def test_samples_live_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,13 +80,15 @@ def resolve_model(
         return folder
     try:
         folder = (Path(base) / user_path(source)).resolve()
-        found = folder.is_dir()
+        found, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # RuntimeError: links go round in a circle
         raise InputError(f"{shown_path(source)}: cannot be looked up: {error}") from None
     if found:
         if revision is not None:
             raise InputError(f"{source!r} is a folder; a revision is only for hub ids, found {revision!r}")
         return folder
+    if exists:
+        raise InputError(f"{source!r}: is a file; give the folder of a checkpoint")
     if not _HUB_ID.fullmatch(source):
         raise InputError(
             f"{source!r}: no such folder ({folder}); give a folder, sample:NAME or a hub id (org/name)"

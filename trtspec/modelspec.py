@@ -137,15 +137,16 @@ def read_modelspec(folder: Path) -> ModelSpec:
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
     kv_heads = config.integer("num_key_value_heads", heads)
+    known = not problems  # what stands in for a missing size is not compared
     if family == "qwen3":
         head_dim = config.integer("head_dim", 128)  # its config class's own default
     else:
-        if values.get("head_dim") is None and hidden % heads:
+        if known and values.get("head_dim") is None and hidden % heads:
             config.bad("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
         head_dim = config.integer("head_dim", max(1, hidden // heads))
-    if heads % kv_heads:
+    if known and heads % kv_heads:
         config.bad("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-    if head_dim % 2:
+    if known and head_dim % 2:
         config.bad("head_dim", f"{head_dim} is odd; rotary embeddings need an even size")
     if values.get("hidden_act", "silu") != "silu":
         config.bad("hidden_act", f"{values['hidden_act']!r} is not supported; only 'silu'")
