@@ -176,7 +176,7 @@ def verify(
         QUICK if quick else Settings(),
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
-    settings = quality.applied(settings)
+    settings = speed.applied(quality.applied(settings), quick=quick)
     if sampled:
         settings = dataclasses.replace(settings, sampled_seconds=None)
     for path in (output, markdown, html, junit):

@@ -18,6 +18,7 @@ from trtspec.errors import InputError, Problem
 if TYPE_CHECKING:
     from trtspec.verify.endpoint import Endpoint, Protocol
     from trtspec.verify.report import Report
+    from trtspec.verify.settings import Settings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NEED_URL = (
@@ -46,6 +47,21 @@ class SpeedOptions:
     min_speedup: float | None
     timeout: float | None
     api_key_env: str | None
+    load: bool
+    load_tokens: int | None
+    load_batch: int | None
+
+    def applied(self, settings: Settings, *, quick: bool) -> Settings:
+        """``settings`` with the load matrix, if it was asked for."""
+        from trtspec.verify.settings import LoadSettings
+
+        if not self.load:
+            return settings
+        base = LoadSettings(prompts=2, rounds=1, tokens=16) if quick else LoadSettings()
+        load = dataclasses.replace(
+            base, tokens=self.load_tokens or base.tokens, batch=self.load_batch, file=settings.prompts
+        )
+        return dataclasses.replace(settings, load=load)
 
     def check(self, *, engine: Path | None, others: dict[str, object]) -> None:
         """Raises InputError where these options do not fit together. ``others``: options that have no meaning
@@ -54,6 +70,8 @@ class SpeedOptions:
         if self.url is None:
             given = [name for name in _NEED_URL if getattr(self, name) is not None]
             problems += [f"{_flag(name)} belongs to --url URL --baseline-url URL" for name in given]
+            if not self.load and (self.load_tokens, self.load_batch) != (None, None):
+                problems.append("--load-tokens and --load-batch belong to --load")
         else:
             if self.baseline_url is None:
                 problems.append(
@@ -63,7 +81,7 @@ class SpeedOptions:
                 problems.append("give ENGINE or --url, not both")
             problems += [
                 f"{name} needs an ENGINE; endpoints cannot show it"
-                for name, value in others.items()
+                for name, value in {**others, "--load": self.load}.items()
                 if value not in (None, False, ())
             ]
             if self.rate is not None and self.concurrency is not None:
@@ -178,6 +196,15 @@ _OPTIONS = (
     ),
     click.option("--min-speedup", type=_POSITIVE, help="Gate for --url: over the baseline, one at a time."),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
+    click.option(
+        "--load",
+        is_flag=True,
+        help="The speedup load by load: short and long prompts, five tasks, two languages, batch 1 and N.",
+    ),
+    click.option(
+        "--load-tokens", type=click.IntRange(2), help="Longest answer there.  [default: 32; 16 if quick]"
+    ),
+    click.option("--load-batch", type=click.IntRange(1), help="N.  [default: max_batch_size, at most 8]"),
     click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the endpoints' key."),
 )
 

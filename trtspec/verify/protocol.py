@@ -32,10 +32,12 @@ from trtspec.verify.load import (
     too_fast,
 )
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
+from trtspec.verify.matrix_load import check_loads, plan_loads
 from trtspec.verify.near_misses import Drafts
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.sampled_run import sampled_checks
+from trtspec.verify.sanity import check_evidence
 from trtspec.verify.settings import Settings
 from trtspec.verify.suite import Plan, Side, check_suite, plan_suite, skipped_suite
 from trtspec.verify.tasks import task_files
@@ -43,6 +45,7 @@ from trtspec.verify.tasks import task_files
 OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
+BY_URL = "serve both variants and give --url and --baseline-url"
 _LOSSLESS = {"strict": "lossless", "approximate": "greedy"}
 """The check of greedy answers by what the recipe's acceptance does when sampling: an approximate one accepts
 greedy requests exactly, and is lossless in nothing else."""
@@ -88,9 +91,12 @@ def verify(
         label = fidelity(recipe)
         stop_tokens = tokenizer.eos_token_ids
         checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=_LOSSLESS[label])
+        if settings.load is not None:
+            checks.append(_skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", False))
         checks += skipped_suite(recipe.gates, settings, f"needs scores, which are not there; {ELSEWHERE}")
         return _report(built, settings, prompts, checks, argv, began, created)
     plan = plan_suite(settings, recipe.gates, tokenizer, recipe.limits.max_seq_tokens)
+    loads = None if settings.load is None else plan_loads(recipe, settings.load, tokenizer)
     texts: list[list[int]] = []
     if built.manifest.target != "baseline":
         texts = load_texts(
@@ -122,6 +128,10 @@ def verify(
         checks[1:1] = sampled_checks(engines.recipe, engines.plain, prompts, settings, recipe, on_progress)
         if sampled:
             checks[:0] = _approximate(engines, sampled, tokenizer, settings, recipe, on_progress)
+        if loads is not None and settings.load is not None:
+            three = engines.recipe, engines.plain, engines.baseline
+            stop = tokenizer.eos_token_ids
+            checks.append(check_loads(three, loads, settings.load, recipe, stop, on_progress))
         checks += _suite(engines, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress)
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
@@ -199,6 +209,9 @@ def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str,
         "prompts_sha256": file_sha256(prompts_file),
         "heldout": "builtin" if settings.heldout is None else str(heldout),
         "heldout_sha256": file_sha256(heldout),
+        "load": None
+        if (load := settings.load) is None
+        else {**asdict(load), "file": str(load.file or "builtin")},
         "tasks": [str(path) for path in settings.tasks],
         "tasks_sha256": [file_sha256(path) for path in task_files(settings.tasks)],
         "lm_eval": list(settings.lm_eval),
@@ -473,6 +486,14 @@ def _measure(
                 contradictions=identity.speculative.contradictions,
                 tasks=[prompt.task for prompt in prompts],
                 held_back_steps=identity.speculative.held_back_steps,
+            )
+        )
+        checks.append(
+            check_evidence(
+                prompts,
+                identity.speculative.answers,
+                vocab_size=engines.recipe.vocab_size,
+                draft_tokens=draft_limit,
             )
         )
     else:

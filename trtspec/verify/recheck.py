@@ -261,6 +261,14 @@ def rejudge(records: Records) -> list[Check]:
             return [load.check_speed(race, **names)]
         case "approximate":
             return _approximate(arguments, tables)
+        case "loads":
+            from trtspec.verify.matrix_load import judge_loads
+
+            return [judge_loads(tables["runs"], **arguments)]
+        case "evidence":
+            from trtspec.verify.sanity import judge_evidence
+
+            return [judge_evidence(tables["prompts"], tables["answers"], **arguments)]
         case "latency":
             from trtspec.verify.latency import judge_latency
 

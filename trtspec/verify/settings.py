@@ -7,6 +7,19 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class LoadSettings:
+    """How much is measured in each cell. ``batch``, ``long_tokens`` None: by the recipe's limits."""
+
+    prompts: int = 3
+    rounds: int = 2
+    tokens: int = 32
+    batch: int | None = None
+    long_tokens: int | None = None
+    file: Path | None = None
+    """The user's own prompts, with ``task`` and ``language``."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """How much is measured. More prompts and tokens narrow the intervals and take longer."""
 
@@ -57,6 +70,8 @@ class Settings:
     """Prompts of each length and depth."""
     retrieval_tokens: int | None = None
     """Longest of them; None: limits.max_seq_tokens."""
+    load: LoadSettings | None = None
+    """The load matrix; None: not measured."""
 
 
 QUICK = Settings(
