@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -11,7 +12,7 @@ import pytest
 from built_tiny import build_tiny, write_jsonl
 
 from trtspec.backends import open_engine
-from trtspec.engine import Scores
+from trtspec.engine import LawScores, Scores
 from trtspec.errors import InputError, MissingError
 from trtspec.recipe import Gates
 from trtspec.text import Tokenizer
@@ -284,18 +285,18 @@ class _Reader:
     def __init__(self, sees: int) -> None:
         self.sees = sees
 
-    def score(self, tokens, chunk_tokens=None):
+    def score_law(self, tokens, sampling, *, first):
         window = list(tokens[-self.sees :])
-        tops = []
-        for position in range(1, len(tokens)):
+        above = []
+        for position in range(first, len(tokens)):
             known = list(tokens[max(0, position - 12) : position])
             follow = [
                 window[i + 12]
                 for i in range(len(window) - 12)
                 if window[i : i + 12] == known and i + 12 + len(tokens) - len(window) < position
             ]
-            tops.append(follow[0] if follow else -1)
-        return Scores([0.0] * len(tops), tops)
+            above.append(0.0 if follow[:1] == [tokens[position]] else 0.5)
+        return LawScores([0.0] * len(above), above=above)
 
 
 def test_needles_are_where_they_should_be(engines):
@@ -329,6 +330,25 @@ def test_a_cache_that_forgets_is_caught(engines):
     nothing = judge_retrieval(measure_retrieval(perfect, blind, items), margin=0.1)
     assert nothing.verdict is Verdict.INCONCLUSIVE
     assert "can tell nothing" in nothing.summary
+
+
+def test_found_means_that_greedy_decoding_would_write_it(engines):
+    """Against the most likely tokens of a whole pass, for hidden numbers and for what the engine writes."""
+    tokenizer, engine, _ = engines
+    for one in needles(tokenizer, longest=128)[:6]:
+        prompt = one.tokens[: one.first]
+        written = [*prompt]
+        for _ in range(3):
+            written.append(engine.score([*written, 5]).top_tokens[-1])
+        for tokens in (one.tokens, tuple(written), (*written[:-1], (written[-1] + 1) % 256)):
+            row = measure_retrieval(engine, engine, [dataclasses.replace(one, tokens=tokens)])[0]
+            scores = engine.score(tokens)
+            tops, logprobs = scores.top_tokens[one.first - 1 :], scores.logprobs[one.first - 1 :]
+            assert row["target"] == (tops == list(tokens[one.first :]))
+            assert row["target_logprob"] == pytest.approx(math.fsum(logprobs), rel=1e-4)
+        assert measure_retrieval(engine, engine, [dataclasses.replace(one, tokens=tuple(written))])[0][
+            "target"
+        ]
 
 
 def test_retrieval_on_an_engine(engines):

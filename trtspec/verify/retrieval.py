@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from trtspec.engine import Engine
+from trtspec.engine import Engine, Sampling
 from trtspec.errors import InputError, Problem
 from trtspec.prompts import HELDOUT_FILE, read_lines
 from trtspec.text import Tokenizer
@@ -29,6 +29,7 @@ FILLS = (0.25, 0.5, 0.95)
 """Length of the prompt, as a share of what the engine allows."""
 MIN_BASELINE = 0.5
 """The baseline must find this share, or the check is INCONCLUSIVE."""
+_AS_IS = Sampling(temperature=1.0)
 _MIN_LENGTH = 64
 _PLACES = (
     *("harbour", "bakery", "library", "museum", "station", "garden", "theatre", "market", "school"),
@@ -136,9 +137,10 @@ def measure_retrieval(
     for done, item in enumerate(items, start=1):
         row: dict[str, object] = {"id": item.id, "length": item.length, "depth": item.depth}
         for side, engine in (("target", target), ("baseline", baseline)):
-            scores = engine.score(item.tokens)
-            row[side] = scores.top_tokens[item.first - 1 :] == list(item.tokens[item.first :])
-            row[f"{side}_logprob"] = math.fsum(scores.logprobs[item.first - 1 :])
+            # The law of the last tokens only: no row of the vocabulary for each token of the prompt.
+            scores = engine.score_law(item.tokens, _AS_IS, first=item.first)
+            row[side] = not any(scores.above)
+            row[f"{side}_logprob"] = math.fsum(scores.logprobs)
         rows.append(row)
         on_progress(done, len(items))
     return rows
