@@ -77,8 +77,10 @@ if command -v curl >/dev/null; then
 fi
 kill -TERM "$server"; wait "$server" || true; server=
 
-# HEADS names a folder of heads that were trained for this model: they are then compared too.
+# HEADS names a folder of heads that were trained for this model (`make demo-heads` leaves some in heads/): they
+# are then compared too.
 heads=()
+if [ -z "${HEADS:-}" ] && [ -e heads/smollm2-eagle3/trtspec_heads.json ]; then HEADS=heads/smollm2-eagle3; fi
 if [ -n "${HEADS:-}" ]; then heads=(--heads "$HEADS"); fi
 run trtspec bench drafters "$engine" --quick "${heads[@]}"
 
