@@ -144,7 +144,7 @@ def verify(
         "--plan": plan, "--self-test": self_test,
     }  # fmt: skip
     speed.check(engine=engine, others=inside)
-    if speed.url is None:
+    if not speed.alone:
         only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
     if plan:
         return print_plan(bias, outcomes, power, json_file)

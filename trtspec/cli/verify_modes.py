@@ -136,7 +136,7 @@ def only_one_mode(engine: Path | None, *, plan: bool, self_test: bool, planning:
     problems = []
     if len(given) != 1:
         found = " and ".join(given) or "nothing"
-        problems.append(f"found {found}; give one of ENGINE, --url, --plan, --self-test")
+        problems.append(f"found {found}; give one of ENGINE, --url, --matrix, --plan, --self-test")
     if planning and not plan:
         problems.append("--bias, --outcomes and --power belong to --plan")
     if problems:

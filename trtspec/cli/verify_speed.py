@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trtspec.cli.output import Progress
+from trtspec.cli.output import Progress, UserPath
 from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class SpeedOptions:
     load: bool
     load_tokens: int | None
     load_batch: int | None
+    matrix: Path | None
+    matrix_dir: Path | None
+    heads: tuple[Path, ...]
+    draft: str | None
 
     def applied(self, settings: Settings, *, quick: bool) -> Settings:
         """``settings`` with the load matrix, if it was asked for."""
@@ -70,6 +74,11 @@ class SpeedOptions:
         if self.url is None:
             given = [name for name in _NEED_URL if getattr(self, name) is not None]
             problems += [f"{_flag(name)} belongs to --url URL --baseline-url URL" for name in given]
+            if self.matrix is None:
+                own = {"--matrix-dir": self.matrix_dir, "--heads": self.heads, "--draft": self.draft}
+                problems += [f"{name} belongs to --matrix" for name, value in own.items() if value]
+            elif engine is not None or self.load:
+                problems.append("give ENGINE or --matrix RECIPE, not both; --load needs an ENGINE")
             if not self.load and (self.load_tokens, self.load_batch) != (None, None):
                 problems.append("--load-tokens and --load-batch belong to --load")
         else:
@@ -81,7 +90,7 @@ class SpeedOptions:
                 problems.append("give ENGINE or --url, not both")
             problems += [
                 f"{name} needs an ENGINE; endpoints cannot show it"
-                for name, value in {**others, "--load": self.load}.items()
+                for name, value in {**others, "--load": self.load, "--matrix": self.matrix}.items()
                 if value not in (None, False, ())
             ]
             if self.rate is not None and self.concurrency is not None:
@@ -93,6 +102,11 @@ class SpeedOptions:
         if problems:
             raise InputError([Problem(problem) for problem in problems])
 
+    @property
+    def alone(self) -> bool:
+        """Whether these say what is measured, so that no ENGINE is needed."""
+        return self.url is not None or self.matrix is not None
+
     def measure(
         self,
         progress: Progress,
@@ -103,7 +117,18 @@ class SpeedOptions:
         rounds: int | None,
         quick: bool,
     ) -> Report:
-        """Ask both endpoints. Raises what their client raises."""
+        """Ask both endpoints, or measure the matrix. Raises what their client, or build, raises."""
+        if self.matrix is not None:
+            from trtspec.cli.verify_matrix import measure_matrix
+
+            return measure_matrix(
+                self.matrix,
+                self.matrix_dir,
+                draft=self.draft,
+                heads=self.heads,
+                quick=quick,
+                progress=progress,
+            )
         from trtspec.artifact import file_sha256
         from trtspec.prompts import PROMPTS_FILE, load_chats
         from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
@@ -205,6 +230,17 @@ _OPTIONS = (
         "--load-tokens", type=click.IntRange(2), help="Longest answer there.  [default: 32; 16 if quick]"
     ),
     click.option("--load-batch", type=click.IntRange(1), help="N.  [default: max_batch_size, at most 8]"),
+    click.option(
+        "--matrix",
+        type=UserPath(),
+        metavar="RECIPE",
+        help="Build BF16, FP8, W4A16 and W4A16+KV8 of its model, measure every drafter on each; no ENGINE.",
+    ),
+    click.option("--matrix-dir", type=UserPath(), help="Its engines and parts; a stopped run goes on there."),
+    click.option(
+        "--heads", type=UserPath(), multiple=True, help="Trained Medusa or EAGLE heads. Repeatable."
+    ),
+    click.option("--draft", metavar="MODEL", help="With --matrix: a draft model, as in speculation.model."),
     click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the endpoints' key."),
 )
 

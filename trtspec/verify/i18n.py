@@ -36,6 +36,7 @@ def check_title(name: str, say: Callable[..., str]) -> str:
         ("regression.", "check.regression"),
         ("task:", "check.task"),
         ("latency_", "check.latency"),
+        ("cell ", "check.cell"),
         ("goodput_", "check.goodput"),
     ):
         if name.startswith(prefix):
@@ -151,6 +152,11 @@ TEXTS: dict[str, tuple[str, str]] = {
     "check.baseline_without_speculation": ("The baseline does not speculate", "基线不做推测解码"),
     "check.speedup_by_load": ("Speed gained by drafting, load by load", "各负载下推测解码带来的加速"),
     "check.evidence": ("The measurement can count as evidence", "测量结果可作为证据"),
+    "check.cell": ("Format and drafter: {name}", "量化格式与推测方法：{name}"),
+    "check.interaction_w4a16_kv8": (
+        "Do 4-bit weights and the 8-bit cache lose more together than each?",
+        "4 位权重与 8 位缓存合用的损失是否大于各自之和",
+    ),
     "check.matrix": ("Formats and drafters, cell by cell", "量化格式与推测方法的矩阵"),
     "check.retrieval": ("Retrieval from a long context", "长上下文检索"),
     # the page

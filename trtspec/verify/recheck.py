@@ -261,6 +261,11 @@ def rejudge(records: Records) -> list[Check]:
             return [load.check_speed(race, **names)]
         case "approximate":
             return _approximate(arguments, tables)
+        case "matrix":
+            from trtspec.verify.matrix_verdict import judge_matrix
+
+            rows = [tables[name] for name in ("answers", "tokens", "runs")]
+            return judge_matrix(*rows, **arguments)
         case "loads":
             from trtspec.verify.matrix_load import judge_loads
 

@@ -1,0 +1,272 @@
+"""The matrix of formats and drafters, judged from its records: no engine, so a bundle can be judged again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trtspec.recipe import Recipe
+from trtspec.recipe_facts import fidelity
+from trtspec.ruler import acceptance_length
+from trtspec.stats import mean_difference_ratio, rate_upper_bound
+from trtspec.verify import quality
+from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.load import check_speed, race_from
+from trtspec.verify.lossless import compare
+from trtspec.verify.records import Records, Row, answers_from
+
+FORMATS = ("BF16", "FP8", "W4A16", "W4A16+KV8")
+EXTRA = "KV8"
+"""Not a row: what the 8-bit cache costs alone."""
+DRAFTERS = ("none", "ngram", "lookahead", "draft_model", "medusa", "eagle")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """``skipped``: "FORMAT" or "FORMAT DRAFTER" -> why. ``answers``: (float64) a row an answer; ``tokens``:
+    a row a scored token; ``runs``: a row a timed answer, each with its ``format``."""
+
+    answers: tuple[Row, ...]
+    tokens: tuple[Row, ...]
+    runs: tuple[Row, ...]
+    skipped: Mapping[str, str]
+
+
+def own_cell(recipe: Recipe) -> str:
+    """The cell that is the recipe's own, "FORMAT DRAFTER"; "" if it is none of them."""
+    kind, cache = recipe.quantization.kind, recipe.quantization.kv_cache
+    formats = {
+        ("none", False): "BF16",
+        ("fp8", False): "FP8",
+        ("w4a16_awq", False): "W4A16",
+        ("w4a16_awq", True): "W4A16+KV8",
+    }
+    name = formats.get((kind, cache != "none"))
+    drafter = "eagle" if recipe.speculation.kind == "eagle3" else recipe.speculation.kind
+    return f"{name} {drafter}" if name else ""
+
+
+def check_matrix(matrix: Matrix, recipe: Recipe, formats: Sequence[str] = FORMATS) -> list[Check]:
+    """The checks of a matrix that was measured."""
+    return judge_matrix(
+        matrix.answers,
+        matrix.tokens,
+        matrix.runs,
+        skipped=dict(matrix.skipped),
+        formats=list(formats),
+        own=own_cell(recipe),
+        label=fidelity(recipe),
+        max_perplexity_ratio=recipe.gates.max_perplexity_ratio,
+        min_speedup=recipe.gates.min_speedup,
+    )
+
+
+def judge_matrix(
+    answers: Sequence[Row],
+    tokens: Sequence[Row],
+    runs: Sequence[Row],
+    *,
+    skipped: Mapping[str, str],
+    formats: Sequence[str],
+    own: str,
+    label: str,
+    max_perplexity_ratio: float | None,
+    min_speedup: float | None,
+) -> list[Check]:
+    """A check for the whole, one for the interaction, one for each cell. Required: the whole (no cell that
+    drafts changes a greedy answer) and ``own``, the recipe's cell, which its gates are about."""
+    arguments = {
+        "skipped": dict(skipped),
+        "formats": list(formats),
+        "own": own,
+        "label": label,
+        "max_perplexity_ratio": max_perplexity_ratio,
+        "min_speedup": min_speedup,
+    }
+    records = Records(
+        "matrix", arguments, {"answers": list(answers), "tokens": list(tokens), "runs": list(runs)}
+    )
+    scores = _scores(tokens)
+    cells: list[Check] = []
+    table: list[list[dict[str, Any] | None]] = []
+    for name in formats:
+        row: list[dict[str, Any] | None] = []
+        for drafter in DRAFTERS:
+            cell = f"{name} {drafter}"
+            reason = skipped.get(name, skipped.get(cell, ""))
+            check = (
+                Check(f"cell {cell}", Verdict.SKIPPED, reason, required=cell == own)
+                if reason
+                else _cell(name, drafter, answers, scores, runs, arguments)
+            )
+            cells.append(check)
+            row.append({"verdict": check.verdict.value, "speedup": check.evidence.get("speedup_over_bf16")})
+        table.append(row)
+    checks = [_whole(cells, table, formats, scores), *_interaction(scores, skipped), *cells]
+    return [replace(check, records=records) for check in checks]
+
+
+def _scores(tokens: Sequence[Row]) -> dict[str, list[list[float]]]:
+    scores: dict[str, list[list[float]]] = {}
+    for row in tokens:
+        texts = scores.setdefault(row["format"], [])
+        if row["text"] == len(texts):
+            texts.append([])
+        texts[row["text"]].append(row["logprob"])
+    return scores
+
+
+def _cell(
+    name: str,
+    drafter: str,
+    answers: Sequence[Row],
+    scores: Mapping[str, list[list[float]]],
+    runs: Sequence[Row],
+    arguments: Mapping[str, Any],
+) -> Check:
+    verdicts: list[Verdict] = []
+    parts: list[str] = []
+    evidence: dict[str, Any] = {"format": name, "drafter": drafter, "label": "lossless"}
+    mine, plain = (
+        [row for row in answers if (row["format"], row["drafter"]) == (name, one)]
+        for one in (drafter, "none")
+    )
+    if drafter != "none":
+        found = compare(answers_from(plain), answers_from(mine))
+        told = [line for row in mine for line in row["contradictions"]]
+        positions, different = found.positions, len(found.divergences)
+        drafted = sum(row["drafted"] for row in mine)
+        evidence["lossless"] = {"tokens": positions, "different": different, "drafted": drafted}
+        verdicts.append(Verdict.ERROR if told else Verdict.FAIL if different else Verdict.PASS)
+        parts.append(
+            told[0]
+            if told
+            else f"NOT lossless: {different} of {len(mine)} answers differ in float64"
+            if different
+            else f"lossless in float64 ({positions} tokens, {drafted} drafted; mismatch rate below "
+            f"{rate_upper_bound(0, positions):.1%})"
+        )
+        if arguments["label"] == "approximate":
+            evidence["label"] = "greedy: lossless; sampled: approximate"
+    if name != "BF16":
+        bound = arguments["max_perplexity_ratio"]
+        kept = quality.judge(scores[name], scores["BF16"], bound=bound, source="held-out texts")
+        evidence["perplexity_ratio"] = kept.measured
+        if kept.interval is not None:
+            evidence["perplexity_ratio_interval"] = list(kept.interval)
+        verdicts.append(kept.verdict)
+        parts.append(f"perplexity ratio {kept.measured:.3f}" if kept.measured else kept.summary)
+    rows = [row for row in runs if row["format"] == name]
+    told = [line for row in rows for line in row["contradictions"]]
+    result = race_from(rows, list(dict.fromkeys(told)))
+    contender = "no_speculation" if drafter == "none" else drafter
+    baseline = "no_speculation" if name == "BF16" else "baseline"
+    speed = None
+    evidence["tokens_per_s"] = result.tokens_per_s(contender)
+    if drafter != "none":
+        speed = check_speed(
+            result,
+            check_name="speedup",
+            name=contender,
+            over="no_speculation",
+            bound=arguments["min_speedup"],
+        )
+        evidence["acceptance_length"] = acceptance_length(
+            [one[0].answers[0] for one in result.runs[contender]]
+        )
+        evidence["speedup"] = speed.measured
+        verdicts.append(speed.verdict)
+        low, high = speed.interval or (float("nan"), float("nan"))
+        parts.append(
+            f"speedup {speed.measured:.2f} ({low:.2f} to {high:.2f})" if speed.measured else speed.summary
+        )
+    over = result.tokens_per_s(contender) / result.tokens_per_s(baseline)
+    evidence["speedup_over_bf16"] = over
+    parts.append(f"{over:.2f} times BF16 without drafts")
+    order = (Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
+    verdict = next((one for one in order if one in verdicts), Verdict.MEASURED)
+    # A busy machine makes times contradict themselves; that is no fault of the cell unless its gate asks.
+    if (
+        verdict is Verdict.ERROR
+        and speed is not None
+        and not speed.required
+        and verdicts[-1] is Verdict.ERROR
+    ):
+        rest = [one for one in verdicts[:-1] if one is not Verdict.ERROR]
+        verdict = next((one for one in order if one in rest), Verdict.MEASURED)
+    return Check(
+        f"cell {name} {drafter}",
+        verdict,
+        "; ".join(parts),
+        required=f"{name} {drafter}" == arguments["own"],
+        measured=over,
+        n=len(result.runs[contender]),
+        n_unit="prompts",
+        how="greedy answers in float64 against the same weights without drafts; perplexity against BF16, "
+        "paired by text; one request at a time, the format's drafters and BF16 in turn",
+        evidence=evidence,
+    )
+
+
+def _whole(
+    cells: Sequence[Check],
+    table: Sequence[Sequence[Mapping[str, Any] | None]],
+    formats: Sequence[str],
+    scores: Mapping[str, Any],
+) -> Check:
+    ran = [one for one in cells if one.verdict is not Verdict.SKIPPED]
+    broken = [one.name for one in ran if (one.evidence.get("lossless") or {}).get("different")]
+    wrong = [one.name for one in ran if one.verdict is Verdict.ERROR]
+    fastest = max(ran, key=lambda one: one.measured or 0.0, default=None)
+    verdict = Verdict.FAIL if broken else Verdict.ERROR if wrong else Verdict.PASS if ran else Verdict.SKIPPED
+    text = f"{len(ran)} of {len(cells)} cells ran"
+    if broken:
+        text += f"; NOT lossless: {', '.join(broken)}"
+    elif ran:
+        text += "; every one that drafts gives the greedy answers of its weights"
+    if fastest is not None and fastest.measured:
+        text += f"; fastest: {fastest.name.removeprefix('cell ')} ({fastest.measured:.2f} times BF16)"
+    together = {"BF16", "W4A16", EXTRA, "W4A16+KV8"} <= set(scores)
+    evidence = {
+        "matrix": {"rows": list(formats), "columns": list(DRAFTERS), "cells": [list(row) for row in table]},
+        "pitfalls": ["untested-together"] if together else [],
+    }
+    return Check("matrix", verdict, text, required=True, n=len(ran), n_unit="cells", evidence=evidence)
+
+
+def _interaction(scores: Mapping[str, list[list[float]]], skipped: Mapping[str, str]) -> list[Check]:
+    """Whether 4-bit weights and the 8-bit cache together lose more than the sum of what each loses."""
+    name = "interaction_w4a16_kv8"
+    needed = ("BF16", "W4A16", EXTRA, "W4A16+KV8")
+    absent = [one for one in needed if one not in scores]
+    if absent:
+        reason = f"{absent[0]} was not measured: {skipped.get(absent[0], 'not asked for')}"
+        return [Check(name, Verdict.SKIPPED, reason, required=False)]
+    base, weights, cache, both = (scores[one] for one in needed)
+    excess = [
+        [w + k - b - t for b, w, k, t in zip(*texts, strict=True)]
+        for texts in zip(base, weights, cache, both, strict=True)
+    ]
+    ratio, interval = mean_difference_ratio(excess)
+    word = (
+        "more than" if interval[0] > 1 else "less than" if interval[1] < 1 else "not shown to be other than"
+    )
+    text = (
+        f"W4A16 and KV8 together lose {word} the sum of both: perplexity {ratio:.4f} times what their "
+        f"factors multiply to (95 % interval {interval[0]:.4f} to {interval[1]:.4f})"
+    )
+    return [
+        Check(
+            name,
+            Verdict.MEASURED,
+            text,
+            required=False,
+            measured=ratio,
+            interval=interval,
+            n=len(excess),
+            n_unit="texts",
+            how="log-probabilities of the same tokens under BF16, each alone, both; bootstrap over texts",
+            evidence={"excess_nats": sum(map(sum, excess)) / sum(map(len, excess))},
+        )
+    ]
