@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +67,7 @@ class SpeedOptions:
         )
         return dataclasses.replace(settings, load=load)
 
-    def check(self, *, engine: Path | None, others: dict[str, object]) -> None:
+    def check(self, *, engine: Path | None, others: Mapping[str, object]) -> None:
         """Raises InputError where these options do not fit together. ``others``: options that have no meaning
         for endpoints, by name."""
         problems = []

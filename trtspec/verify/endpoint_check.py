@@ -330,7 +330,7 @@ def _identity(rows: Sequence[Row]) -> Check:
 def _by_chance(mine: int, floor: int) -> float:
     """P(at least ``mine`` of the discordant prompts are mine), by noise (McNemar 1947, exact)."""
     total = mine + floor
-    return sum(math.comb(total, k) for k in range(mine, total + 1)) / 2**total
+    return float(sum(math.comb(total, k) for k in range(mine, total + 1)) / 2**total)
 
 
 def _rounds(rows: Sequence[Row]) -> int:
@@ -525,7 +525,7 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
             f"speedup {ratio:.2f} is more than {length:.2f} tokens a step can give: a step with drafts is no "
             "cheaper than one without; the baseline is slowed down, or weights or hardware differ"
         )
-        return Check("speedup", Verdict.ERROR, text, required=True, how=how, evidence=evidence)
+        return Check("speedup", Verdict.ERROR, text, required=required, how=how, evidence=evidence)
     warnings = () if not unequal else (f"{unequal} prompts left out: answers of unequal length",)
     more = f" ({loaded:.2f} in tokens/s at {load})" if loaded else ""
     return gated(

@@ -296,7 +296,8 @@ def judge_latency(
         "max ITL": [max(record.gaps_s) for record in kept if record.gaps_s],
     }
     table: dict[str, dict[str, Any]] = {}
-    details, refused = [], []
+    details: list[str] = []
+    refused: dict[int, dict[str, int]] = {}
     for metric, numbers in values.items():
         table[metric] = {}
         told = []
@@ -305,15 +306,16 @@ def judge_latency(
             key = f"p{share * 100:g}_ms"
             if one.value is None or one.interval is None:
                 table[metric][key] = None
-                refused.append(f"{metric} {key[:-3]}: {one.n} requests, {one.needed} needed")
+                refused.setdefault(one.n, {})[key[:-3]] = one.needed
                 continue
             low, high = one.interval
             table[metric][key] = one.value * 1e3
             table[metric][f"{key[:-3]}_interval_ms"] = [low * 1e3, high * 1e3]
             told.append(f"{key[:-3]} {one.value * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
         details.append(f"{metric}: {', '.join(told) if told else 'no quantile'}")
-    if refused:
-        details.append("refused, too few requests: " + "; ".join(refused))
+    for count, needs in refused.items():
+        told_needs = ", ".join(f"{quantile} needs {needed}" for quantile, needed in needs.items())
+        details.append(f"refused, too few requests ({count}): {told_needs}")
     gaps = [gap for record in kept for gap in record.gaps_s]
     tokens = "" if total.tokens_per_s is None else f", {total.tokens_per_s:.1f} tokens/s"
     summary = (

@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def run_matrix(
             return _exact(name, drafter, cells[drafter], prompts, settings, tokenizer)
 
         for drafter in cells:
-            answers += state.part(f"exact-{name}-{drafter}", lambda drafter=drafter: exact(drafter))
+            answers += state.part(f"exact-{name}-{drafter}", partial(exact, drafter))
 
         def raced(
             name: str = name, cells: Mapping[str, Artifact] = cells, built: Artifact = built

@@ -261,10 +261,10 @@ def judge_loads(
                 "prompt_tokens": one["prompt_tokens"],
             }
         )
-        interval = f"{low:.2f} to {high:.2f}" if math.isfinite(low) else "no interval"
+        spread = f"{low:.2f} to {high:.2f}" if math.isfinite(low) else "no interval"
         rates = one["tokens_per_s"]
         details.append(
-            f"{load}: {one['speedup']:.2f} ({interval}); {rates[name]:.1f} against "
+            f"{load}: {one['speedup']:.2f} ({spread}); {rates[name]:.1f} against "
             f"{rates[over]:.1f} tokens/s, {one['acceptance_length']:.2f} tokens a step, "
             f"prompts of {one['prompt_tokens']:.0f} tokens"
         )
