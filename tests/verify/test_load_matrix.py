@@ -103,6 +103,40 @@ def rows_with(tiny, change):
     return measure_loads(sides, plan, settings, tokenizer.eos_token_ids)
 
 
+def test_both_sides_answer_every_prompt_once_before_the_clock_runs(tiny):
+    """Else one side's prefix cache holds prompts that the other must compute."""
+    built, tokenizer, (mine, plain), file = tiny
+    from trtspec.verify.load import Contender
+
+    seen: dict[str, list[tuple[int, ...]]] = {"recipe": [], "no_speculation": []}
+
+    class Watched(Broken):
+        def __init__(self, engine, name):
+            super().__init__(engine)
+            self._name = name
+
+        def add(self, request):
+            seen[self._name].append(request.prompt_tokens)
+            self._engine.add(request)
+
+    for batch in (1, 3):
+        for found in seen.values():
+            found.clear()
+        settings = dataclasses.replace(SETTINGS, file=file, rounds=1, batch=batch)
+        plan = plan_loads(built.recipe, settings, tokenizer)
+        plan = dataclasses.replace(plan, cells=plan.cells[:1])
+        sides = (
+            Contender("recipe", Watched(mine, "recipe"), 3),
+            Contender("no_speculation", Watched(plain, "no_speculation"), 0),
+        )
+        rows = measure_loads(sides, plan, settings, tokenizer.eos_token_ids)
+        assert seen["recipe"] == seen["no_speculation"]
+        timed = sum(len(row["prompt_tokens"]) for row in rows) // 2
+        assert set(seen["recipe"][:-timed]) == set(seen["recipe"])
+        alone = {row["prompt"] for row in rows if row["batch"] == 1}
+        assert len(alone) == settings.prompts
+
+
 def judged(rows):
     return judge_loads(rows, name="recipe", over="no_speculation", missing={}, max_seq_tokens=256, longest=9)
 

@@ -146,21 +146,23 @@ def measure_loads(
     for cell in plan.cells:
         together = [
             Prompt(f"{prompt.id}#{i}", prompt.tokens, prompt.task, prompt.language)
-            for i, prompt in enumerate((cell.prompts * plan.batch)[: plan.batch])
+            for i, prompt in enumerate((cell.prompts * plan.batch)[: max(plan.batch, settings.prompts)])
         ]
-        # How long the answers are, and the warm-up of one side; the other's follows.
+        # How long the answers are, and the warm-up: each side answers every prompt once, so that a prefix
+        # cache holds the same on both.
         first = run(
             over.engine, requests_for(together, settings.tokens, stop_tokens), draft_limit=over.draft_limit
         )
         lengths = [len(answer.tokens) for answer in first.answers]
         mine = contenders[0]
-        run(mine.engine, requests_for(together[:1], lengths[:1], frozenset()), draft_limit=mine.draft_limit)
+        run(mine.engine, requests_for(together, lengths, frozenset()), draft_limit=mine.draft_limit)
         done += 1
         on_progress(done, total)
         alone = [[(prompt, length)] for prompt, length in zip(together, lengths, strict=False)]
         work = [(1, place, group) for place, group in enumerate(alone[: settings.prompts])]
         if plan.batch > 1:
-            work.append((plan.batch, 0, list(zip(together, lengths, strict=True))))
+            group = list(zip(together, lengths, strict=True))[: plan.batch]
+            work.append((plan.batch, 0, group))
         for number in range(settings.rounds):
             for turn, (batch, place, group) in enumerate(work):
                 prompts, sizes = [one for one, _ in group], [size for _, size in group]
@@ -282,7 +284,8 @@ def judge_loads(
     how = (
         "each cell: seconds of whole requests, prompts included, greedy, the same prompts to the lengths "
         f"of the answers with {over}, both sides in turn; 95 % paired bootstrap over prompts and rounds (a "
-        "batch: over rounds); long: after held-out text in the same language"
+        "batch: over rounds); each prompt was answered once before on both sides, so with a prefix cache its "
+        "KV is there; long: after held-out text in the same language"
     )
     details += [f"refused: {line}" for line in refused]
     details += [f"not measured: {cell}: {why}" for cell, why in missing.items()]
