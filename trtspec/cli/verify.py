@@ -21,6 +21,7 @@ from trtspec.cli.verify_modes import (
     write_json,
 )
 from trtspec.cli.verify_quality import QualityOptions, quality_options
+from trtspec.cli.verify_scan import plan_scan, with_scan
 from trtspec.cli.verify_speed import SpeedOptions, speed_options
 from trtspec.errors import TrtspecError
 
@@ -198,10 +199,13 @@ def verify(
         # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
         built = open_artifact(engine, check_hashes=True)
         old = None if against is None else read_old(against, source_digest=built.manifest.source.digest)
+        to_scan = plan_scan(built, settings) if speed.scan else None
         with Progress(quiet=as_json) as progress:
             result = protocol.verify(
                 built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
             )
+            if to_scan is not None:
+                result = with_scan(result, built, to_scan, settings, progress)
         if old is not None:
             result = with_regressions(result, old, str(against))
     # The result is shown even where it cannot be written any more.

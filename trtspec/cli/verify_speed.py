@@ -50,6 +50,7 @@ class SpeedOptions:
     load: bool
     load_tokens: int | None
     load_batch: int | None
+    scan: bool
     matrix: Path | None
     matrix_dir: Path | None
     heads: tuple[Path, ...]
@@ -79,6 +80,8 @@ class SpeedOptions:
                 problems += [f"{name} belongs to --matrix" for name, value in own.items() if value]
             elif engine is not None or self.load:
                 problems.append("give ENGINE or --matrix RECIPE, not both; --load needs an ENGINE")
+            if self.scan and engine is None:
+                problems.append("--scan needs an ENGINE")
             if not self.load and (self.load_tokens, self.load_batch) != (None, None):
                 problems.append("--load-tokens and --load-batch belong to --load")
         else:
@@ -90,7 +93,12 @@ class SpeedOptions:
                 problems.append("give ENGINE or --url, not both")
             problems += [
                 f"{name} needs an ENGINE; endpoints cannot show it"
-                for name, value in {**others, "--load": self.load, "--matrix": self.matrix}.items()
+                for name, value in {
+                    **others,
+                    "--load": self.load,
+                    "--scan": self.scan,
+                    "--matrix": self.matrix,
+                }.items()
                 if value not in (None, False, ())
             ]
             if self.rate is not None and self.concurrency is not None:
@@ -230,6 +238,11 @@ _OPTIONS = (
         "--load-tokens", type=click.IntRange(2), help="Longest answer there.  [default: 32; 16 if quick]"
     ),
     click.option("--load-batch", type=click.IntRange(1), help="N.  [default: max_batch_size, at most 8]"),
+    click.option(
+        "--scan",
+        is_flag=True,
+        help="Scan other draft lengths or trees on these prompts; the best is told beside the one in use.",
+    ),
     click.option(
         "--matrix",
         type=UserPath(),

@@ -93,10 +93,22 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Paired:
+    """One answer: its prompt, its tokens after the first step, and the seconds of its steps as the recipe
+    drafts and as was chosen (by the other half of the prompts where cross-fitted)."""
+
+    prompt: str
+    tokens: int
+    current_s: float
+    best_s: float
+
+
+@dataclass(frozen=True)
 class Choice:
     """``best``: with the speed predicted for prompts it was not chosen on where ``cross_fitted``. ``gain``:
     its speed over the recipe's own, paired. ``keep``: the recipe's own is as good. ``options``: the best few.
-    ``costs``: (rows, ms of a step), ``draft_costs``: (levels, ms of drafting)."""
+    ``costs``: (rows, ms of a step), ``draft_costs``: (levels, ms of drafting). ``paired``: the seconds of
+    each answer that ``gain`` is made of; ``priced``: how many shapes were."""
 
     current: Option
     best: Option
@@ -108,6 +120,8 @@ class Choice:
     replayed: Acceptance
     costs: tuple[tuple[int, float], ...]
     draft_costs: tuple[tuple[int, float], ...]
+    paired: tuple[Paired, ...]
+    priced: int
 
 
 # --------------------------------------------------------------------------- shapes and recipes
@@ -387,6 +401,15 @@ def pick(
         replayed=summarize(own.answers),
         costs=_curve(costs.target, [1 + size for size in ROW_SIZES]),
         draft_costs=_curve(costs.drafter.get(first_family), range(1, _MOST_LEVELS + 1)),
+        paired=_paired(own, seconds),
+        priced=len(order),
+    )
+
+
+def _paired(own: _Priced, best_s: Sequence[float]) -> tuple[Paired, ...]:
+    return tuple(
+        Paired(answer.prompt, answer.emitted, mine, best)
+        for answer, mine, best in zip(own.answers, own.seconds, best_s, strict=True)
     )
 
 
@@ -441,4 +464,6 @@ def _choose_window(
         replayed=summarize(own.answers),
         costs=_curve(costs.target, [1 + size for size in ROW_SIZES]),
         draft_costs=(),
+        paired=_paired(own, best.seconds),
+        priced=len(order),
     )

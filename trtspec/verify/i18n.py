@@ -151,6 +151,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "check.token_counter": ("Both sides count tokens alike", "双方的词元计数一致"),
     "check.baseline_without_speculation": ("The baseline does not speculate", "基线不做推测解码"),
     "check.speedup_by_load": ("Speed gained by drafting, load by load", "各负载下推测解码带来的加速"),
+    "check.draft_scan": ("Draft lengths or trees beside the one in use", "其他草稿长度或树与所用者的比较"),
     "check.evidence": ("The measurement can count as evidence", "测量结果可作为证据"),
     "check.cell": ("Format and drafter: {name}", "量化格式与推测方法：{name}"),
     "check.interaction_w4a16_kv8": (
@@ -391,7 +392,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "the recipe's draft was taken as given: another length or tree may be faster on this load",
         "直接采用了配方中的草稿：在此负载上，别的长度或树可能更快",
     ),
-    "pitfall.untuned-draft.run": ("trtspec bench drafters {engine}", "trtspec bench drafters {engine}"),
+    "pitfall.untuned-draft.run": ("trtspec verify {engine} --scan", "trtspec verify {engine} --scan"),
     "pitfall.long-context": ("Long context", "长上下文"),
     "pitfall.long-context.yes": (
         "the longest sequence had {longest} of at most {limit} tokens",

@@ -270,6 +270,10 @@ def rejudge(records: Records) -> list[Check]:
             from trtspec.verify.matrix_load import judge_loads
 
             return [judge_loads(tables["runs"], **arguments)]
+        case "scan":
+            from trtspec.verify.scan import judge_scan
+
+            return [judge_scan(tables["prompts"], **arguments)]
         case "evidence":
             from trtspec.verify.sanity import judge_evidence
 
@@ -281,7 +285,7 @@ def rejudge(records: Records) -> list[Check]:
         case "endpoints":
             from trtspec.verify.endpoint_check import judge_endpoints
 
-            return judge_endpoints(tables["replies"], **arguments)
+            return judge_endpoints(tables["replies"], margins=tables["margins"], **arguments)
         case "gpu_same":
             return [_gpu_same(arguments, tables)]
         case "gpu_acceptance":
