@@ -111,7 +111,9 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
                 [*alone, *python], env=environment, cwd=folder, timeout_s=limits.seconds, on_line=said.append
             )
         except TrtspecError as error:
-            return Outcome(False, _why([line for line in said if line != mark], error))
+            # What unshare says when it is ended with its child is not the program's own.
+            own = [line for line in said if line != mark and not line.startswith("unshare: ")]
+            return Outcome(False, _why(own, error))
         if said == [mark]:
             return Outcome(True)
         return Outcome(False, "it ended before its last line")
