@@ -132,7 +132,7 @@ class LawScores:
     Each list has one entry a token. ``logprobs``: natural log-probability of the token under the law, -inf
     where top-k or top-p exclude it. ``entropies``: -sum p ln p of that law in nats, the mean of the surprisal
     of what it draws; ``variances``: of that surprisal, nats squared. ``above``: the law's mass of the tokens
-    that rank above the realised one (more likely ones; of equally likely ones the lower ids), so that the token
+    that rank above the realised one (more likely ones; of equally likely ones the lower ids), so that it
     occupies [above, above + p) of the cumulative law, most likely token first.
     """
 

@@ -224,7 +224,7 @@ def verify(built: Artifact, data: tuple[Path, Path], *more: str) -> int:
     return main(["verify", str(built.folder), *files, "--quick", "--max-new-tokens", "24", *more])
 
 
-def test_an_approximate_engine_is_never_called_lossless(
+def test_an_approximate_engine_is_called_nothing_else(
     built: Artifact, data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, page = tmp_path / "r.json", tmp_path / "r.md"

@@ -321,7 +321,7 @@ class EmbeddedEngine:
     def score_law(
         self, tokens: Sequence[int], sampling: Sampling, *, first: int, chunk_tokens: int | None = None
     ) -> LawScores:
-        """What the target's law under ``sampling`` makes of ``tokens[first:]``; as :meth:`score` otherwise."""
+        """What the target's law under ``sampling`` makes of ``tokens[first:]``; else as :meth:`score`."""
         model, _ = self._check_open()
         chunk = self._limits.max_num_tokens if chunk_tokens is None else chunk_tokens
         return score_laws(model, self._new_store, tokens, chunk, sampling, first)

@@ -67,7 +67,7 @@ def score_laws(
 def _forced(
     model: Decoder, new_store: NewStore, tokens: Sequence[int], chunk_tokens: int, first: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunk by chunk (logits ``[rows, vocab]`` before the tokens from ``first`` on, those tokens ``[rows]``)."""
+    """By chunks: logits ``[rows, vocab]`` before the tokens from ``first`` on, those tokens ``[rows]``."""
     problems = []
     if chunk_tokens < 1:
         problems.append(f"chunk_tokens {chunk_tokens} is below 1")
