@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -38,6 +38,10 @@ class Fake:
     """One request at a time, so that an open loop can be too much."""
     garbage: bool = False
     key: str = ""
+    margin: float | None = None
+    """Of every token, in nats; None: a server without logprobs."""
+    alone_too: bool = False
+    """Whether ``noise`` strikes every answer."""
 
 
 def answer(prompt: str, count: int) -> list[int]:
@@ -108,21 +112,24 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(200, [{"name": "hash", "state": "READY"}])
         if any(key in body for key in fake.refuse):
             return self._send(400, {"error": {"message": f"unknown field {fake.refuse[0]}"}})
+        if "top_logprobs" in body:
+            return self._send(*self._with_margins(body))
         if fake.silent:
             time.sleep(2)
         if fake.failing and self.server.generated > 40:
             return self._send(503, {"error": "too busy"})
         with self.server.lock:
             self.server.active += 1
-        try:
-            if fake.serial:
-                with self.server.busy:
-                    self._stream(body)
-            else:
-                self._stream(body)
-        finally:
-            with self.server.lock:
-                self.server.active -= 1
+        with self.server.busy if fake.serial else nullcontext():
+            return self._stream(body)
+
+    def _with_margins(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.server.fake.margin is None:
+            return 400, {"error": "no logprobs here"}
+        tops = [{"logprob": -0.1}, {"logprob": -0.1 - self.server.fake.margin}]
+        tokens = answer(json.dumps(body["messages"]), body["max_tokens"])
+        content = [{"token": spell([token]), "top_logprobs": tops} for token in tokens]
+        return 200, {"choices": [{"logprobs": {"content": content}}]}
 
     def _stream(self, body: dict[str, Any]) -> None:
         fake, openai = self.server.fake, self.server.fake.protocol == "openai"
@@ -132,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fake.lossy:
             at = count // 2
             tokens = [*tokens[:at], *((token + 1) % len(WORDS) for token in tokens[at:])]
-        if fake.noise and self.server.active > 1:
+        if fake.noise and (fake.alone_too or self.server.active > 1):
             tokens[-1] = (tokens[-1] + 1) % len(WORDS)
         if fake.short:
             tokens = tokens[:-1]
@@ -148,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
             piece = tokens[start : start + fake.per_step]
             so_far += spell(piece)
             last = start + fake.per_step >= len(tokens)
+            if last:  # before the client can send another
+                with self.server.lock:
+                    self.server.active -= 1
             self._event(self._piece(body, piece, so_far, last, len(tokens)))
             with self.server.lock:
                 self.server.drafts += fake.per_step > 1

@@ -10,8 +10,9 @@ from fake_endpoints import Fake, serving
 
 from trtspec.errors import InputError, MissingError
 from trtspec.prompts import PROMPTS_FILE, load_chats
+from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.bundle import write_bundle
-from trtspec.verify.endpoint import closed_loop, connect, open_loop, poisson_times
+from trtspec.verify.endpoint import connect
 from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
 from trtspec.verify.gates import Verdict
 from trtspec.verify.recheck import recheck
@@ -104,6 +105,25 @@ def test_noise_of_the_baseline_is_no_fault_of_the_other():
     _, checks = judged(Fake(noise=True, per_step=2, step_s=0.004), Fake(noise=True, step_s=0.004))
     assert checks["lossless"].verdict is Verdict.PASS
     assert checks["lossless"].evidence["floor"] > 0
+
+
+def test_margins_of_the_baseline_tell_ties_from_faults():
+    few = EndpointSettings(**{**vars(SMALL), "rounds": 1})
+    # A slip where the best token leads by far: a fault, however few prompts.
+    with serving(Fake(lossy=True), Fake(margin=6.0)) as urls:
+        report = verify_endpoints(*map(connect, urls), CHATS[:3], few)
+    assert report.checks[0].verdict is Verdict.FAIL
+    assert "no rounding" in report.checks[0].summary
+    # The same slip at ties, and none that the baseline has: three prompts do not tell.
+    with serving(Fake(lossy=True), Fake(margin=0.01)) as urls:
+        report = verify_endpoints(*map(connect, urls), CHATS[:3], few)
+    assert report.checks[0].verdict is Verdict.INCONCLUSIVE
+    assert "top-2 margin 0.01" in report.checks[0].details[0]
+    # Ties that the baseline takes otherwise too, when it is asked under load.
+    noisy = {"noise": True, "margin": 0.01, "step_s": 0.004}
+    _, checks = judged(Fake(alone_too=True, **noisy), Fake(**noisy))
+    assert checks["lossless"].verdict is Verdict.PASS
+    assert "numeric ties only" in checks["lossless"].summary
 
 
 def test_what_a_server_refuses_is_left_out_and_what_it_does_not_tell_is_skipped():

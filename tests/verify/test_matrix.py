@@ -100,6 +100,21 @@ def test_a_token_that_drafting_changed_fails_cell_and_matrix(measured):
     assert "NOT lossless: cell BF16 ngram" in found[0].summary
 
 
+def test_impossible_times_are_shown_as_no_speed(measured):
+    _, base, matrix, _ = measured
+    runs = copy.deepcopy(list(matrix.runs))
+    for row in runs:
+        if row["contender"] == "ngram":
+            row["seconds"] /= 1000
+    checks = {one.name: one for one in check_matrix(
+        Matrix(matrix.answers, matrix.tokens, tuple(runs), matrix.skipped), base, ("BF16",)
+    )}  # fmt: skip
+    assert checks["cell BF16 ngram"].measured is None
+    assert "times BF16" not in checks["cell BF16 ngram"].summary
+    assert checks["cell BF16 ngram"].verdict is Verdict.PASS  # lossless all the same; nobody asked for speed
+    assert "ngram" not in checks["matrix"].summary
+
+
 def judged(tokens):
     formats = ["BF16", "W4A16", "W4A16+KV8"]
     found = judge_matrix(

@@ -11,15 +11,9 @@ A request that fails in a load is a record with an error, not an exception.
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import random
-import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,13 +21,11 @@ from urllib.parse import quote, urlsplit
 
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 from trtspec.prompts import Chat
-from trtspec.user_files import parse_json, shown_path
+from trtspec.user_files import shown_path
+from trtspec.verify.http_stream import Refused, Silent, events, exchange, get, json_value, opened
 from trtspec.verify.latency import Timed
 
 Protocol = Literal["triton", "openai"]
-_MAX_LINE = 4_000_000
-_MAX_BODY = 16_000_000
-_PATIENCE = 20
 _ASKED = ("return_token_ids", "stream_options")
 """What an OpenAI-compatible server may refuse, least common first."""
 _COUNTERS = {
@@ -80,18 +72,6 @@ class Reply:
     tokens_per_step: float | None = None
 
 
-class _Refused(Exception):
-    """The server answered with an HTTP status that is no success."""
-
-    def __init__(self, status: int, body: str) -> None:
-        self.status = status
-        super().__init__(f"HTTP {status}: {body[:200] or 'no reason given'}")
-
-
-class _Silent(Exception):
-    """Nothing came, or what came is not the protocol."""
-
-
 # --------------------------------------------------------------------------- finding out what is there
 
 
@@ -117,7 +97,7 @@ def connect(
             return replace(bare, protocol="openai", model=_chosen(url, model, listed))
         if protocol == "openai":
             raise InputError(Problem("GET /v1/models does not list models: no OpenAI-compatible server", url))
-        status, _ = _get(bare, "/v2/health/ready")
+        status, _ = get(bare, "/v2/health/ready")
         if status == 400:
             raise MissingError(f"{url}: Triton is there, but not ready")
         if status != 200:
@@ -125,8 +105,8 @@ def connect(
             raise InputError(Problem(message, url))
         triton = replace(bare, protocol="triton")
         name = model or _chosen(url, None, _repository(triton), prefer="ensemble")
-        status, body = _get(triton, f"/v2/models/{quote(name, safe='')}")
-        value = _value(body) if status == 200 else None
+        status, body = get(triton, f"/v2/models/{quote(name, safe='')}")
+        value = json_value(body) if status == 200 else None
         if not isinstance(value, dict):
             raise InputError(Problem(f"no model {shown_path(name)!r} there; --model names it", url))
         inputs = frozenset(
@@ -139,7 +119,7 @@ def connect(
             )
             raise InputError(Problem(message, url))
         return replace(triton, model=name, inputs=inputs, raw=True)
-    except (_Silent, _Refused) as error:
+    except (Silent, Refused) as error:
         raise MissingError(f"{url}: {error}") from None
 
 
@@ -177,19 +157,19 @@ def _parts(url: str) -> tuple[str, int, str, bool]:
 
 def _models(endpoint: Endpoint) -> list[str] | None:
     """The models that an OpenAI-compatible server lists; None if it is none."""
-    status, body = _get(endpoint, "/v1/models")
-    value = _value(body) if status == 200 else None
+    status, body = get(endpoint, "/v1/models")
+    value = json_value(body) if status == 200 else None
     if status in (401, 403):
-        raise _Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
+        raise Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
     if not isinstance(value, dict) or not isinstance(value.get("data"), list):
         return None
     return [str(one["id"]) for one in value["data"] if isinstance(one, dict) and "id" in one]
 
 
 def _repository(endpoint: Endpoint) -> list[str]:
-    with closing(_open(endpoint)) as connection:
-        status, body = _exchange(endpoint, connection, "POST", "/v2/repository/index", {"ready": True})
-    value = _value(body) if status == 200 else None
+    with closing(opened(endpoint)) as connection:
+        status, body = exchange(endpoint, connection, "POST", "/v2/repository/index", {"ready": True})
+    value = json_value(body) if status == 200 else None
     names = [str(one["name"]) for one in value or [] if isinstance(one, dict) and "name" in one]
     if not names:
         raise InputError(Problem("Triton does not say which models it has; --model names one", endpoint.url))
@@ -229,7 +209,7 @@ def ask(
         path, body = _openai_body(endpoint, chat, max_tokens)
         if endpoint.protocol == "triton":
             path, body = _triton_body(endpoint, chat, max_tokens)
-        for event in _events(endpoint, path, body):
+        for event in events(endpoint, path, body):
             piece = (_triton_piece if endpoint.protocol == "triton" else _openai_piece)(
                 endpoint, event, state
             )
@@ -237,7 +217,7 @@ def ask(
                 arrivals.append(clock())
         if endpoint.protocol == "openai" and not state.done and state.finish_reason is None:
             error = "the stream ended without an end mark"
-    except (_Silent, _Refused) as failure:
+    except (Silent, Refused) as failure:
         error = str(failure)
     ended = clock()
     ids = tuple(state.token_ids) if state.has_ids else None
@@ -246,6 +226,28 @@ def ask(
     return Reply(
         timed, state.text, ids, state.finish_reason, state.drafted, state.accepted, state.tokens_per_step
     )
+
+
+def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[str, float]] | None:
+    """Greedy answer once more: its tokens as text, each with the gap in nats between the two most likely.
+
+    None where the server shows no ``top_logprobs`` (chat completions only)."""
+    if endpoint.protocol != "openai" or endpoint.raw:
+        return None
+    path, body = _openai_body(endpoint, chat, max_tokens)
+    body = {key: body[key] for key in ("model", "max_tokens", "temperature", "messages")}
+    try:
+        with closing(opened(endpoint)) as connection:
+            asked = {**body, "logprobs": True, "top_logprobs": 2}
+            status, content = exchange(endpoint, connection, "POST", path, asked)
+        listed = json_value(content)["choices"][0]["logprobs"]["content"] if status == 200 else None
+        found = []
+        for one in listed or []:
+            first, second = sorted((float(top["logprob"]) for top in one["top_logprobs"]), reverse=True)[:2]
+            found.append((str(one["token"]), first - second))
+        return found or None
+    except (Silent, KeyError, IndexError, TypeError, ValueError):
+        return None  # an extension that this server does not have
 
 
 @dataclass
@@ -285,7 +287,7 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
         return False
     if isinstance(event.get("error"), (dict, str)):
         told = event["error"]
-        raise _Silent(str(told.get("message", told) if isinstance(told, dict) else told)[:200])
+        raise Silent(str(told.get("message", told) if isinstance(told, dict) else told)[:200])
     usage = event.get("usage")
     if isinstance(usage, dict):
         state.claimed = _count(usage.get("completion_tokens"), state.claimed)
@@ -335,7 +337,7 @@ def _triton_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, 
 
 def _triton_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> bool:
     if "error" in event:
-        raise _Silent(str(event["error"])[:200])
+        raise Silent(str(event["error"])[:200])
     for key, name in (
         ("num_output_tokens", "claimed"),
         ("total_draft_tokens", "drafted"),
@@ -351,65 +353,14 @@ def _triton_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
         return False
     if "sampling_param_max_tokens" in endpoint.inputs:  # all text so far, by that model's protocol
         if not text.startswith(state.text):
-            raise _Silent("text_output does not continue what came before it")
+            raise Silent("text_output does not continue what came before it")
         grew, state.text = len(text) > len(state.text), text
         return grew
     state.text += text
     return True
 
 
-# --------------------------------------------------------------------------- loads
-
-
-def closed_loop(
-    send: Callable[[int, float | None], Reply],
-    count: int,
-    concurrency: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Reply]:
-    """``count`` requests, ``concurrency`` of them in flight at any time. ``send(number, None)`` asks one."""
-    done, lock = 0, threading.Lock()
-
-    def one(number: int) -> Reply:
-        nonlocal done
-        reply = send(number, None)
-        with lock:
-            done += 1
-            on_progress(done, count)
-        return reply
-
-    with ThreadPoolExecutor(max_workers=concurrency) as pool:
-        return list(pool.map(one, range(count)))
-
-
-def poisson_times(count: int, rate_per_s: float, seed: int) -> list[float]:
-    """When the requests of an open loop are due, in seconds: a Poisson process, so gaps are exponential."""
-    rng = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(count):
-        times.append(now)
-        now += rng.expovariate(rate_per_s)
-    return times
-
-
-def open_loop(
-    send: Callable[[int, float | None], Reply],
-    times_s: Sequence[float],
-    clock: Callable[[], float],
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Reply]:
-    """A request at each of ``times_s`` from now on, whatever became of those before: a slow server meets a
-    growing queue, as in life. ``send(number, due)`` asks one."""
-    began = clock()
-    with ThreadPoolExecutor(max_workers=min(len(times_s), 512)) as pool:
-        futures = []
-        for number, at in enumerate(times_s):
-            wait = began + at - clock()
-            if wait > 0:
-                time.sleep(wait)
-            futures.append(pool.submit(send, number, began + at))
-            on_progress(number + 1, len(times_s))
-        return [future.result() for future in futures]
+# --------------------------------------------------------------------------- counters
 
 
 def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
@@ -417,8 +368,8 @@ def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
     if endpoint.protocol != "openai":
         return None
     try:
-        status, body = _get(endpoint, "/metrics")
-    except (_Silent, TrtspecError):
+        status, body = get(endpoint, "/metrics")
+    except (Silent, TrtspecError):
         return None
     if status != 200:
         return None
@@ -431,104 +382,6 @@ def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
                 if value is not None:
                     found[key] = found.get(key, 0.0) + value
     return found if {"drafts", "accepted"} <= set(found) else None
-
-
-# --------------------------------------------------------------------------- HTTP
-
-
-def _open(endpoint: Endpoint) -> http.client.HTTPConnection:
-    if endpoint.tls:
-        context = ssl.create_default_context()
-        return http.client.HTTPSConnection(
-            endpoint.host, endpoint.port, timeout=endpoint.timeout_s, context=context
-        )
-    return http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=endpoint.timeout_s)
-
-
-def _headers(endpoint: Endpoint) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-    if endpoint.api_key:
-        headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    return headers
-
-
-def _get(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
-    with closing(_open(endpoint)) as connection:
-        return _exchange(endpoint, connection, "GET", path, None)
-
-
-def _exchange(
-    endpoint: Endpoint, connection: http.client.HTTPConnection, method: str, path: str, body: object
-) -> tuple[int, bytes]:
-    response = _response(endpoint, connection, method, path, body)
-    try:
-        return response.status, response.read(_MAX_BODY)
-    except (OSError, http.client.HTTPException) as error:
-        raise _Silent(_why(endpoint, error)) from None
-
-
-def _response(
-    endpoint: Endpoint, connection: http.client.HTTPConnection, method: str, path: str, body: object
-) -> http.client.HTTPResponse:
-    content = None if body is None else json.dumps(body).encode()
-    try:
-        connection.request(method, endpoint.prefix + path, content, _headers(endpoint))
-        return connection.getresponse()
-    except (OSError, http.client.HTTPException) as error:
-        raise _Silent(_why(endpoint, error)) from None
-
-
-def _events(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events; ``{"done": True}`` for its end mark."""
-    deadline = time.monotonic() + _PATIENCE * endpoint.timeout_s
-    with closing(_open(endpoint)) as connection:
-        response = _response(endpoint, connection, "POST", path, body)
-        try:
-            if response.status != 200:
-                raise _Refused(response.status, _reason(response.read(65_536)))
-            while line := response.readline(_MAX_LINE):
-                if time.monotonic() > deadline:
-                    raise _Silent(f"an answer took over {_PATIENCE * endpoint.timeout_s:g} s; gave up")
-                if not line.startswith(b"data:"):
-                    continue
-                text = line[5:].strip()
-                if text == b"[DONE]":
-                    yield {"done": True}
-                    return
-                value = _value(text)
-                if not isinstance(value, dict):
-                    raise _Silent("a piece of the stream is no JSON object")
-                yield value
-        except (OSError, http.client.HTTPException) as error:
-            raise _Silent(_why(endpoint, error)) from None
-
-
-def _why(endpoint: Endpoint, error: Exception) -> str:
-    if isinstance(error, ConnectionRefusedError):
-        return "nothing answers there; start the server, or check the URL"
-    if isinstance(error, TimeoutError):
-        return f"no answer for {endpoint.timeout_s:g} s; gave up (--timeout)"
-    if isinstance(error, http.client.HTTPException):
-        return f"what answers there does not speak HTTP as expected ({type(error).__name__})"
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)
-
-
-def _reason(body: bytes) -> str:
-    """A server's reason out of its error body, on one line."""
-    value = _value(body)
-    told: Any = value
-    for key in ("error", "message", "detail"):
-        if isinstance(told, dict) and key in told:
-            told = told[key]
-    text = told if isinstance(told, str) else body.decode("utf-8", "replace")
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def _value(text: bytes) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
 
 
 def _first(value: Any) -> Any:

@@ -181,9 +181,11 @@ def _cell(
         parts.append(
             f"speedup {speed.measured:.2f} ({low:.2f} to {high:.2f})" if speed.measured else speed.summary
         )
-    over = result.tokens_per_s(contender) / result.tokens_per_s(baseline)
-    evidence["speedup_over_bf16"] = over
-    parts.append(f"{over:.2f} times BF16 without drafts")
+    over: float | None = None
+    if not result.contradictions and (speed is None or speed.verdict is not Verdict.ERROR):
+        over = result.tokens_per_s(contender) / result.tokens_per_s(baseline)
+        parts.append(f"{over:.2f} times BF16 without drafts")
+    evidence["speedup_over_bf16"] = over  # None: the times are no evidence
     order = (Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
     verdict = next((one for one in order if one in verdicts), Verdict.MEASURED)
     # A busy machine makes times contradict themselves; that is no fault of the cell unless its gate asks.
@@ -230,7 +232,8 @@ def _whole(
     together = {"BF16", "W4A16", EXTRA, "W4A16+KV8"} <= set(scores)
     evidence = {
         "matrix": {"rows": list(formats), "columns": list(DRAFTERS), "cells": [list(row) for row in table]},
-        "pitfalls": ["untested-together"] if together else [],
+        # Every race holds the same weights without drafts and BF16, in turn.
+        "pitfalls": ["wrong-baseline", *(["untested-together"] if together else [])] if ran else [],
     }
     return Check("matrix", verdict, text, required=True, n=len(ran), n_unit="cells", evidence=evidence)
 

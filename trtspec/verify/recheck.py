@@ -270,6 +270,10 @@ def rejudge(records: Records) -> list[Check]:
             from trtspec.verify.matrix_load import judge_loads
 
             return [judge_loads(tables["runs"], **arguments)]
+        case "prediction":
+            from trtspec.verify.prediction import judge_prediction
+
+            return [judge_prediction(tables["runs"], tables["steps"], tables["answers"])]
         case "scan":
             from trtspec.verify.scan import judge_scan
 
@@ -283,7 +287,7 @@ def rejudge(records: Records) -> list[Check]:
 
             return judge_latency(tables["requests"], **arguments)
         case "endpoints":
-            from trtspec.verify.endpoint_check import judge_endpoints
+            from trtspec.verify.endpoint_verdict import judge_endpoints
 
             return judge_endpoints(tables["replies"], margins=tables["margins"], **arguments)
         case "gpu_same":

@@ -1,0 +1,428 @@
+"""What two endpoints showed, judged from rows, one a reply: no network, so a bundle can be judged again.
+
+A row: side (url, baseline), at (alone, load), round, request_id, seconds, pieces, tokens, error, text,
+token_ids, finish_reason, drafted, accepted, tokens_per_step. See ``docs/endpoints.md`` for the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trtspec.stats import Interval, rate_upper_bound, ratio_of_sums, times_faster
+from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.load import CLOCK_SLACK, DEFINITION
+from trtspec.verify.records import Records, Row
+
+ALPHA = 0.01
+_NO_TIE_NATS = 3.0
+"""16-bit arithmetic with an 8-bit cache was seen to move scores by up to 0.9 nat."""
+SIDES = ("url", "baseline")
+
+
+def judge_endpoints(
+    rows: Sequence[Row],
+    *,
+    margins: Sequence[Row] = (),
+    load: str,
+    max_new_tokens: int,
+    draft_tokens: int | None,
+    min_speedup: float | None,
+    counters: Mapping[str, Mapping[str, float] | None],
+) -> list[Check]:
+    """Identity, token counter, acceptance and speedup of two endpoints. ``counters``: by how much vLLM's
+    draft counters grew on each side, None where it shows none. ``margins``: of prompts with other answers the
+    baseline's tokens and the gap between its two best, ``request_id, token, nats`` a row."""
+    records = Records(
+        "endpoints",
+        {
+            "load": load,
+            "max_new_tokens": max_new_tokens,
+            "draft_tokens": draft_tokens,
+            "min_speedup": min_speedup,
+            "counters": counters,
+        },
+        {"replies": list(rows), "margins": list(margins)},
+    )
+    acceptance = _acceptance(rows, counters, draft_tokens)
+    length = acceptance.measured if acceptance.verdict is Verdict.MEASURED else None
+    checks = [
+        _identity(rows, margins),
+        _counter(rows, max_new_tokens),
+        _baseline_plain(rows, counters),
+        acceptance,
+        _speedup(rows, load, min_speedup, length),
+    ]
+    return [replace(check, records=records) for check in checks]
+
+
+def answers_of(rows: Sequence[Row], side: str, at: str, number: int = 0) -> dict[str, Row]:
+    """The first reply to each prompt."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if (row["side"], row["at"], row["round"]) == (side, at, number):
+            found.setdefault(str(row["request_id"]), row)
+    return found
+
+
+def same_answer(left: Row, right: Row) -> bool:
+    if left["token_ids"] is not None and right["token_ids"] is not None:
+        return bool(left["token_ids"] == right["token_ids"])
+    return bool(left["text"] == right["text"])
+
+
+def _margin_at(row: Row, whole: Row, margins: Sequence[Row]) -> float | None:
+    """The margin where ``row`` parts from the reference; None where it is not known."""
+    left, right = row["text"], whole["text"]
+    at = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    passed = ""
+    for one in margins:
+        if one["request_id"] != whole["request_id"]:
+            continue
+        passed += one["token"]
+        if not right.startswith(passed) and not passed.startswith(right):
+            return None  # asked again, the baseline took another way
+        if len(passed) > at:
+            return float(one["nats"])
+    return None
+
+
+def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
+    name = "lossless"
+    reference, other = answers_of(rows, "baseline", "alone"), answers_of(rows, "url", "alone")
+    failed = [row for row in rows if row["error"]]
+    known = [
+        key for key in reference if key in other and not (reference[key]["error"] or other[key]["error"])
+    ]
+    how = (
+        "greedy answers of both endpoints to the same prompts, one at a time; noise floor: prompts to which "
+        "the baseline answers otherwise when asked again or under load; exact one-sided McNemar test"
+    )
+    if not known or all(not reference[key]["text"] for key in known):
+        reason = f"no answers to compare: {failed[0]['error']}" if failed else "every answer is empty"
+        return Check(name, Verdict.ERROR, reason, required=True, how=how)
+    again = [answers_of(rows, "baseline", "alone", number) for number in range(1, _rounds(rows))]
+    again.append(answers_of(rows, "baseline", "load"))
+    noisy = {
+        key
+        for key in known
+        for run in again
+        if key in run and not run[key]["error"] and not same_answer(run[key], reference[key])
+    }
+    different = [key for key in known if not same_answer(reference[key], other[key])]
+    mine_only, floor_only = len(set(different) - noisy), len(noisy - set(different))
+    chance = _by_chance(mine_only, floor_only)
+    by_ids = all(
+        reference[key]["token_ids"] is not None and other[key]["token_ids"] is not None for key in known
+    )
+    what = "token by token" if by_ids else "by their text (a server shows no token ids)"
+    early = [key for key in different if _is_cut(other[key], reference[key])]
+    loaded = answers_of(rows, "url", "load")
+    under_load = [
+        key
+        for key in known
+        if key in loaded and not loaded[key]["error"] and not same_answer(loaded[key], other[key])
+    ]
+    gaps = {key: _margin_at(other[key], reference[key], margins) for key in different}
+    floor_gaps = [
+        gap
+        for run in again
+        for key in known
+        if key in run and not run[key]["error"] and not same_answer(run[key], reference[key])
+        if (gap := _margin_at(run[key], reference[key], margins)) is not None
+    ]
+    details = [_told(key, reference[key], other[key], gaps[key]) for key in different[:10]]
+    known_gaps = [gap for gap in gaps.values() if gap is not None]
+    wide = [gap for gap in known_gaps if gap > _NO_TIE_NATS]
+    warnings = () if not failed else (f"{len(failed)} requests failed: {failed[0]['error']}",)
+    bound = rate_upper_bound(len(different), len(known))
+    evidence = {
+        "prompts": len(known),
+        "different": len(different),
+        "floor": len(noisy),
+        "by_chance": chance,
+        "end_early": len(early),
+        "different_under_load": len(under_load),
+        "mismatch_rate_upper_bound": bound,
+        "compared": "token ids" if by_ids else "text",
+        "margins_nats": known_gaps,
+        "floor_margins_nats": floor_gaps,
+    }
+    floor = f"the baseline differs from itself on {len(noisy)}"
+    if not different:
+        verdict = Verdict.PASS
+        summary = f"identical on {len(known)} prompts {what}; mismatch rate below {bound:.1%} (95 %); {floor}"
+    elif wide:
+        verdict = Verdict.FAIL
+        summary = (
+            f"{len(different)} of {len(known)} answers differ {what}, {len(wide)} where the baseline's "
+            f"best token leads by up to {max(wide):.1f} nat: no rounding does that; {floor}"
+        )
+    elif (
+        chance >= ALPHA
+        and len(known_gaps) == len(different)
+        and max(known_gaps) <= max(floor_gaps, default=-1.0)
+    ):
+        verdict = Verdict.PASS
+        summary = (
+            f"numeric ties only: {len(different)} of {len(known)} answers differ {what}, where the two "
+            f"best tokens are at most {max(known_gaps):.2g} nat apart; {floor}, up to "
+            f"{max(floor_gaps):.2g} nat apart"
+        )
+    elif chance < ALPHA or len(early) >= max(3, len(different) / 2):
+        verdict = Verdict.FAIL
+        summary = f"{len(different)} of {len(known)} answers differ {what}; {floor}"
+        summary += f"; by chance: {chance:.2g}" if chance < ALPHA else ""
+        if early:
+            summary += f"; {len(early)} end early"
+    else:
+        verdict = Verdict.INCONCLUSIVE
+        summary = (
+            f"{len(different)} of {len(known)} answers differ {what}; {floor}. Without logits a near tie "
+            f"looks like a fault; ask more prompts ({max(2 * len(known), 7)}), or verify the engine's folder"
+        )
+    return Check(
+        name,
+        verdict,
+        summary,
+        required=True,
+        n=len(known),
+        n_unit="prompts",
+        how=how,
+        warnings=warnings,
+        evidence=evidence,
+        details=tuple(details),
+    )
+
+
+def _by_chance(mine: int, floor: int) -> float:
+    """P(at least ``mine`` of the discordant prompts are mine), by noise (McNemar 1947, exact)."""
+    total = mine + floor
+    return float(sum(math.comb(total, k) for k in range(mine, total + 1)) / 2**total)
+
+
+def _rounds(rows: Sequence[Row]) -> int:
+    return 1 + max((row["round"] for row in rows), default=0)
+
+
+def _is_cut(row: Row, whole: Row) -> bool:
+    return len(row["text"]) < len(whole["text"]) and whole["text"].startswith(row["text"])
+
+
+def _told(key: str, reference: Row, other: Row, gap: float | None) -> str:
+    left, right = (one["token_ids"] for one in (reference, other))
+    if left is None or right is None:
+        left, right = reference["text"], other["text"]
+    at = next(
+        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+    )
+    unit = "character" if isinstance(left, str) else "token"
+    told = "" if gap is None else f", top-2 margin {gap:.2g}"
+    return f"{key}: {unit} {at}: baseline {left[at : at + 12]!r}, url {right[at : at + 12]!r}{told}"
+
+
+def _counter(rows: Sequence[Row], max_new_tokens: int) -> Check:
+    """Whether both sides count tokens alike: a counter that runs ahead looks like speed."""
+    name, wrong = "token_counter", []
+    counted = [row for row in rows if row["tokens"] is not None and not row["error"]]
+    if not counted:
+        return Check(name, Verdict.SKIPPED, "neither endpoint says how many tokens it sent", required=False)
+    for row in counted:
+        where = f"{row['side']}: {row['request_id']}"
+        if row["token_ids"] is not None and row["tokens"] != len(row["token_ids"]):
+            wrong.append(f"{where}: {row['tokens']} tokens claimed, {len(row['token_ids'])} sent")
+        if row["tokens"] > max_new_tokens:
+            wrong.append(f"{where}: {row['tokens']} tokens claimed, {max_new_tokens} were asked for")
+        if row["tokens"] < row["pieces"]:
+            wrong.append(f"{where}: {row['tokens']} tokens claimed in {row['pieces']} pieces of text")
+    by_side = {side: answers_of(counted, side, "alone") for side in SIDES}
+    shared = [key for key in by_side["url"] if key in by_side["baseline"]]
+    pairs = [(key, by_side["url"][key], by_side["baseline"][key]) for key in shared]
+    equal = [(key, a, b) for key, a, b in pairs if a["text"] == b["text"] and a["text"]]
+    wrong += [
+        f"{key}: the same text is {a['tokens']} tokens at url, {b['tokens']} at the baseline"
+        for key, a, b in equal
+        if a["tokens"] != b["tokens"]
+    ]
+    evidence = {"counted": len(counted), "same_text_on_both": len(equal), "wrong": len(wrong)}
+    if wrong:
+        text = f"tokens are not counted alike: {wrong[0]}" + (
+            f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        )
+        return Check(
+            name, Verdict.ERROR, text, required=True, n=len(counted), n_unit="requests", evidence=evidence
+        )
+    text = f"{len(counted)} counts hold; {len(equal)} texts that both sent have as many tokens on both sides"
+    return Check(
+        name, Verdict.MEASURED, text, required=False, n=len(counted), n_unit="requests", evidence=evidence
+    )
+
+
+def _lengths(rows: Sequence[Row], side: str) -> tuple[list[float], list[float]]:
+    """Tokens and target steps of each reply of ``side`` that tells its tokens a step."""
+    tokens, steps = [], []
+    for row in rows:
+        if row["side"] == side and row["tokens_per_step"] and row["tokens"] and not row["error"]:
+            tokens.append(float(row["tokens"]))
+            steps.append(row["tokens"] / row["tokens_per_step"])
+    return tokens, steps
+
+
+def _length_of(
+    rows: Sequence[Row], side: str, grown: Mapping[str, float] | None
+) -> tuple[float, Interval, str, int] | str:
+    """Tokens a step, its interval, how it is known, requests; or why it is not known."""
+    tokens, steps = _lengths(rows, side)
+    if tokens:
+        value, interval = ratio_of_sums(tokens, steps)
+        return value, interval, "the server's tokens a step of each answer", len(tokens)
+    if grown is None:
+        return "the endpoint shows neither drafts nor steps"
+    sent = sum(row["tokens"] or 0 for row in rows if row["side"] == side)
+    generated = grown.get("generated")
+    if generated is not None and sent and abs(generated - sent) > 0.02 * sent:
+        return (
+            f"its counter of generated tokens grew by {generated:.0f}, {sent} were sent here: others use it"
+        )
+    if not grown["drafts"]:
+        return "its counters of drafts did not grow: it does not speculate"
+    value = 1 + grown["accepted"] / grown["drafts"]
+    requests = sum(row["side"] == side for row in rows)
+    return value, (-math.inf, math.inf), "/metrics: 1 + accepted / drafts, in steps that drafted", requests
+
+
+def _acceptance(
+    rows: Sequence[Row], counters: Mapping[str, Mapping[str, float] | None], draft_tokens: int | None
+) -> Check:
+    found = _length_of(rows, "url", counters.get("url"))
+    if isinstance(found, str):
+        return Check("acceptance", Verdict.SKIPPED, found, required=False)
+    value, interval, source, requests = found
+    totals = [
+        (row["drafted"], row["accepted"])
+        for row in rows
+        if row["side"] == "url" and row["drafted"] is not None and row["accepted"] is not None
+    ]
+    grown = counters.get("url")
+    drafted = sum(one for one, _ in totals) if totals else (grown or {}).get("drafted", 0)
+    accepted = sum(one for _, one in totals) if totals else (grown or {}).get("accepted", 0)
+    evidence: dict[str, Any] = {"acceptance_length": value, "drafted": drafted, "accepted": accepted}
+    if drafted:
+        evidence["acceptance_rate"] = accepted / drafted
+    problem = ""
+    if drafted and accepted > drafted:
+        problem = f"{accepted:.0f} drafted tokens accepted of {drafted:.0f} drafted"
+    if draft_tokens is not None and value > draft_tokens + 1 + 1e-6:
+        problem = (
+            f"{value:.2f} tokens a step, and a step drafts {draft_tokens}: at most {draft_tokens + 1} can be"
+        )
+    if problem:
+        return Check("acceptance", Verdict.ERROR, problem, required=True, evidence=evidence)
+    rate = f"{accepted:.0f} of {drafted:.0f} drafted tokens accepted; " if drafted else ""
+    return gated(
+        name="acceptance",
+        what=f"{rate}tokens a step",
+        measured=value,
+        interval=interval,
+        bound=None,
+        sense="at least",
+        unit="tokens/step",
+        n=requests,
+        n_unit="requests",
+        how=f"{DEFINITION}; {source}",
+        evidence=evidence,
+    )
+
+
+def _baseline_plain(rows: Sequence[Row], counters: Mapping[str, Mapping[str, float] | None]) -> Check:
+    """A baseline that speculates itself is none."""
+    name = "baseline_without_speculation"
+    found = _length_of(rows, "baseline", counters.get("baseline"))
+    if isinstance(found, str):
+        drafts = (counters.get("baseline") or {}).get("drafts")
+        if drafts == 0:
+            return Check(name, Verdict.MEASURED, "the baseline's counters say that it drafts nothing", False)
+        return Check(name, Verdict.SKIPPED, found, required=False)
+    if found[0] > 1 + 1e-3:
+        text = f"the baseline speculates: {found[0]:.2f} tokens a step; no comparison with it shows a speedup"
+        return Check(name, Verdict.ERROR, text, required=True, measured=found[0])
+    return Check(name, Verdict.MEASURED, "the baseline sends one token a step", required=False)
+
+
+def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float | None) -> Check:
+    rounds = _rounds(rows)
+    runs = {side: [answers_of(rows, side, "alone", number) for number in range(rounds)] for side in SIDES}
+    kept, unequal = [], 0
+    for key in runs["baseline"][0]:
+        every = [runs[side][number].get(key) for side in SIDES for number in range(rounds)]
+        good = [row for row in every if row is not None and not row["error"] and row["text"]]
+        if len(good) < len(every):
+            continue
+        sizes = {row["tokens"] if row["tokens"] is not None else row["text"] for row in good}
+        if len(sizes) == 1:
+            kept.append(key)
+        else:
+            unequal += 1
+    required = bound is not None
+    if len(kept) < 2 or unequal > len(kept):
+        reason = f"unequal work: {unequal} prompts with answers of unequal length, {len(kept)} of equal"
+        return Check("speedup", Verdict.SKIPPED, reason, required=required)
+    seconds = {
+        side: [[runs[side][number][key]["seconds"] for number in range(rounds)] for key in kept]
+        for side in SIDES
+    }
+    ratio, interval = times_faster(seconds["url"], seconds["baseline"])
+    loaded = _load_ratio(rows)
+    by_load = [{"load": "1 at a time", "speedup": ratio, "low": interval[0], "high": interval[1]}]
+    by_load += [{"load": load, "speedup": loaded, "low": None, "high": None}] if loaded else []
+    evidence: dict[str, Any] = {
+        "seconds": seconds,
+        "prompts": len(kept),
+        "unequal": unequal,
+        "rounds": rounds,
+        "interleaved": True,
+        "by_load": by_load,
+        "loads": [one["load"] for one in by_load],
+        "acceptance_length": length,
+    }
+    how = (
+        "seconds from request to last piece, one request at a time, both endpoints in turn; "
+        "prompts to which all answers have the same length; 95 % paired bootstrap over prompts and rounds"
+    )
+    if length is not None and interval[0] > length * CLOCK_SLACK:
+        text = (
+            f"speedup {ratio:.2f} is more than {length:.2f} tokens a step can give: a step with drafts is no "
+            "cheaper than one without; the baseline is slowed down, or weights or hardware differ"
+        )
+        return Check("speedup", Verdict.ERROR, text, required=required, how=how, evidence=evidence)
+    warnings = () if not unequal else (f"{unequal} prompts left out: answers of unequal length",)
+    more = f" ({loaded:.2f} in tokens/s at {load})" if loaded else ""
+    return gated(
+        name="speedup",
+        what=f"one request at a time{more}: speedup",
+        measured=ratio,
+        interval=interval,
+        bound=bound,
+        sense="at least",
+        n=len(kept),
+        n_unit="prompts",
+        how=how,
+        warnings=warnings,
+        evidence=evidence,
+    )
+
+
+def _load_ratio(rows: Sequence[Row]) -> float | None:
+    """Seconds a token under load, the baseline's over mine; None where tokens are not told."""
+    pace = {}
+    for side in SIDES:
+        good = [row for row in rows if row["side"] == side and row["at"] == "load" and not row["error"]]
+        tokens = sum(row["tokens"] or 0 for row in good)
+        if not tokens or any(row["tokens"] is None for row in good):
+            return None
+        pace[side] = sum(row["seconds"] for row in good) / tokens
+    return pace["baseline"] / pace["url"] if pace["url"] else None
