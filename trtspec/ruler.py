@@ -45,6 +45,9 @@ class Run:
     contradictions: tuple[str, ...]
     held_back_steps: int = 0
     """Steps that could have drafted and did not, as the engine counts them."""
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    """Of ``seconds``: the target's forwards and drafting, by the engine's own clock; 0 if it tells none."""
 
 
 @dataclass
@@ -132,7 +135,15 @@ def run(
     )
     tokens = after.generated_tokens - before.generated_tokens
     held_back = after.held_back_steps - before.held_back_steps
-    return Run(answers, seconds, tokens, tuple(wrong[:_MAX_CONTRADICTIONS]), held_back)
+    return Run(
+        answers,
+        seconds,
+        tokens,
+        tuple(wrong[:_MAX_CONTRADICTIONS]),
+        held_back,
+        after.target_seconds - before.target_seconds,
+        after.draft_seconds - before.draft_seconds,
+    )
 
 
 def _enter(book: _Books, output: Output, draft_limit: int | None, wrong: list[str]) -> None:

@@ -151,6 +151,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "check.token_counter": ("Both sides count tokens alike", "双方的词元计数一致"),
     "check.baseline_without_speculation": ("The baseline does not speculate", "基线不做推测解码"),
     "check.speedup_by_load": ("Speed gained by drafting, load by load", "各负载下推测解码带来的加速"),
+    "check.prediction": ("Speedup predicted by the cost model", "成本模型预测的加速"),
     "check.draft_scan": ("Draft lengths or trees beside the one in use", "其他草稿长度或树与所用者的比较"),
     "check.evidence": ("The measurement can count as evidence", "测量结果可作为证据"),
     "check.cell": ("Format and drafter: {name}", "量化格式与推测方法：{name}"),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
 from trtspec.backends import open_engine
@@ -34,6 +35,7 @@ from trtspec.verify.load import (
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.matrix_load import check_loads, plan_loads
 from trtspec.verify.near_misses import Drafts
+from trtspec.verify.prediction import check_prediction, time_steps
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.sampled_run import sampled_checks
@@ -396,7 +398,7 @@ def _estimate_s(
         seconds += 1.75 * baseline * batches * tokens * 4  # the baseline's answers, for degenerate_text
     runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
     if speculates:
-        seconds += 1.3 * runs * plain * 2
+        seconds += 1.3 * (runs + runs / settings.rounds) * plain * 2
     if engines.baseline is not engines.plain:
         seconds += 1.3 * runs * (baseline + (0 if speculates else plain))
     if exact:
@@ -520,6 +522,7 @@ def _speed_checks(
     if quantizes:
         contenders.append(Contender("baseline", engines.baseline, 0))
     result: Race | None = None
+    steps: list[dict[str, Any]] = []
     if len(contenders) > 1:
         name = f"speed: {', '.join(one.name for one in contenders)}, one request at a time"
         count = min(settings.race_prompts, len(prompts))
@@ -531,6 +534,10 @@ def _speed_checks(
             result = race(
                 contenders, prompts[:count], lengths, rounds=settings.rounds, on_progress=stage(again)
             )
+        if speculates:
+            sides = {"recipe": engines.recipe, "no_speculation": engines.plain}
+            requests = requests_for(prompts[:count], lengths, frozenset())
+            steps = time_steps(sides, requests, stage("prediction: the same requests, timed step by step"))
     checks = []
     if result is not None and speculates:
         checks.append(
@@ -538,6 +545,7 @@ def _speed_checks(
                 result, check_name="speedup", name="recipe", over="no_speculation", bound=gates.min_speedup
             )
         )
+        checks.append(check_prediction(result, steps, identity.speculative.answers))
     else:
         reason = "the recipe does not speculate"
         checks.append(_skipped("speedup", reason, gates.min_speedup is not None))
