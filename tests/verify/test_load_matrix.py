@@ -147,6 +147,15 @@ def test_a_sleep_in_the_baseline_is_refused_as_evidence(tiny):
     assert "can give" in check.summary
 
 
+def test_a_batch_timed_once_must_be_possible_too(tiny):
+    rows = [row for row in rows_with(tiny, lambda plain: plain) if (row["prompt"], row["round"]) == (0, 0)]
+    for row in rows:
+        row["batch"], row["seconds"] = 4, 1.0 if row["contender"] == "recipe" else 1.05
+    assert judged(rows).verdict is Verdict.MEASURED
+    next(row for row in rows if row["contender"] == "no_speculation")["seconds"] = 30.0
+    assert "can give" in judged(rows).summary
+
+
 def test_shorter_answers_on_one_side_are_refused(tiny):
     rows = rows_with(tiny, lambda plain: plain)
     for row in rows:

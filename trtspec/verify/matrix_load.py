@@ -358,7 +358,8 @@ def _cell(rows: Sequence[Row], name: str, over: str) -> dict[str, Any]:
         (told[0] if told else "")
         or unequal_work(counts[name], counts[over])
         or forced_acceptance([one.emitted for one in answers[name] if len(set(one.tokens)) > 4])
-        or (impossible_speedup(interval[0], length) if math.isfinite(interval[0]) else "")
+        # Timed once, nothing says how sure the number is: then it must be possible itself.
+        or impossible_speedup(interval[0] if math.isfinite(interval[0]) else speedup, length)
     )
     sizes = [size for row in sides[name] for size in row["prompt_tokens"]]
     return {
