@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -24,6 +24,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _NEED_URL = (
     "baseline_url", "model", "baseline_model", "protocol", "requests", "concurrency", "rate", "draft_tokens",
     "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms", "min_goodput", "min_speedup", "timeout", "api_key_env",
+    "driver", "aiperf",
 )  # fmt: skip
 
 
@@ -47,6 +48,8 @@ class SpeedOptions:
     min_speedup: float | None
     timeout: float | None
     api_key_env: str | None
+    driver: Literal["own", "aiperf"] | None
+    aiperf: Path | None
     load: bool
     load_tokens: int | None
     load_batch: int | None
@@ -101,6 +104,8 @@ class SpeedOptions:
                 }.items()
                 if value not in (None, False, ())
             ]
+            if self.aiperf is not None and self.driver != "aiperf":
+                problems.append("--aiperf belongs to --driver aiperf")
             if self.rate is not None and self.concurrency is not None:
                 problems.append("give --rate (open loop) or --concurrency (closed loop), not both")
             if self.min_goodput is not None and not (self.slo_ttft_ms or self.slo_tpot_ms or self.slo_e2e_ms):
@@ -139,8 +144,10 @@ class SpeedOptions:
             )
         from trtspec.artifact import file_sha256
         from trtspec.prompts import PROMPTS_FILE, load_chats
+        from trtspec.verify.aiperf import find_aiperf
         from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
 
+        program = find_aiperf(self.aiperf) if self.driver == "aiperf" else None
         given = {
             "num_prompts": num_prompts,
             "max_new_tokens": max_new_tokens,
@@ -175,6 +182,7 @@ class SpeedOptions:
             prompts_sha256=file_sha256(path),
             argv=("trtspec", *sys.argv[1:]),
             on_progress=progress,
+            aiperf=program,
         )
 
     def _connect(self, url: str | None, model: str | None) -> Endpoint:
@@ -228,6 +236,14 @@ _OPTIONS = (
         "--min-goodput", type=click.FloatRange(0, 1), help="Gate: share of requests within the objectives."
     ),
     click.option("--min-speedup", type=_POSITIVE, help="Gate for --url: over the baseline, one at a time."),
+    click.option(
+        "--driver",
+        type=click.Choice(("own", "aiperf")),
+        help="With --url: what drives the load: this client, or NVIDIA's AIPerf.  [default: own]",
+    ),
+    click.option(
+        "--aiperf", type=UserPath(), metavar="PROGRAM", help="Where AIPerf is.  [default: on the PATH]"
+    ),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
     click.option(
         "--load",

@@ -8,6 +8,7 @@ each other, in an order that turns, and then under the same load. Judges are fun
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +16,12 @@ from typing import Any
 
 from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_now
 from trtspec.prompts import PROMPTS_FILE, Chat
+from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.latency import Objectives, judge_latency, timed_rows
+from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
 
@@ -56,9 +58,16 @@ def verify_endpoints(
     prompts_sha256: str = "",
     argv: Sequence[str] = (),
     on_progress: OnProgress = lambda stage, done, total: None,
+    aiperf: str | None = None,
 ) -> Report:
-    """Ask both and judge. Raises MissingError if one does not answer; what fails later is in the report."""
+    """Ask both and judge. ``aiperf``: the program that drives the load, instead of this client.
+
+    Raises MissingError if one does not answer, InputError for what AIPerf cannot ask; what fails later is in
+    the report."""
     began, created = time.monotonic(), utc_now()
+    if aiperf is not None:
+        for one in (url, baseline):
+            refuse_for_aiperf(replace(one, raw=url.raw or baseline.raw))
     raw = url.raw or baseline.raw  # a chat template on one side only would be another prompt
     endpoints = {
         side: learn(replace(one, raw=raw), chats[0]) for side, one in zip(SIDES, (url, baseline), strict=True)
@@ -86,26 +95,42 @@ def verify_endpoints(
     if settings.rate_per_s:
         load = f"{settings.rate_per_s:g} requests/s (Poisson)"
     checks: list[Check] = []
-    timed: dict[str, list[Reply]] = {}
+    timed: dict[str, Sequence[Timed]] = {}
+    driven: dict[str, Driven] = {}
+    if aiperf is not None:
+        load += ", driven by AIPerf"
     for side in reversed(SIDES):
         stage = f"load, {load}: {side}"
 
         def progress(done: int, total: int, stage: str = stage) -> None:
             on_progress(stage, done, total)
 
+        if aiperf is not None:
+            progress(0, 0)
+            driven[side] = drive(
+                aiperf,
+                endpoints[side],
+                chats,
+                max_tokens=settings.max_new_tokens,
+                requests=settings.requests,
+                concurrency=None if settings.rate_per_s else settings.concurrency,
+                rate_per_s=settings.rate_per_s,
+            )
+            timed[side] = driven[side].timed
+            continue
         if settings.rate_per_s:
             times = poisson_times(settings.requests, settings.rate_per_s, seed=1)
             replies = open_loop(sender(side), times, clock, progress)
         else:
             replies = closed_loop(sender(side), settings.requests, settings.concurrency, progress)
-        timed[side] = replies
+        timed[side] = [reply.timed for reply in replies]
         rows += [reply_row(reply, side, "load", 0) for reply in replies]
     for side, one in endpoints.items():
         counters[side].append(draft_counters(one))
     objectives = asdict(Objectives(settings.ttft_s, settings.tpot_s, settings.e2e_s))
     for side in SIDES:
         checks += judge_latency(
-            timed_rows([reply.timed for reply in timed[side]]),
+            timed_rows(timed[side]),
             name=side,
             side=side,
             load=load,
@@ -131,7 +156,7 @@ def verify_endpoints(
         source_digest="",
         created=created,
         argv=tuple(argv),
-        tools=tool_versions(),
+        tools={**tool_versions(), **({"aiperf": driven["url"].version} if driven else {})},
         built_with={},
         machine=machine_summary(),
         settings={
@@ -142,12 +167,14 @@ def verify_endpoints(
                 f"{side}_endpoint": f"{one.protocol} {one.model}" + (" (no chat template)" if one.raw else "")
                 for side, one in endpoints.items()
             },
+            **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
         },
         seconds=round(time.monotonic() - began, 1),
         checks=(*first, *_not_shown(), *checks),
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
             "how an endpoint accepts drafts when it samples is not seen from greedy answers",
+            *(AIPERF_NOTES if driven else ()),
         ),
     )
 
