@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+_CHUNK = {"object": "chat.completion.chunk"}
 WORDS = ("ash", "bay", "cove", "dune", "elm", "fen", "glen", "holt")
 
 
@@ -166,7 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.generated += len(piece)
         if openai:
             if fake.usage and body.get("stream_options"):
-                self._event({"choices": [], "usage": {"completion_tokens": len(tokens) + fake.inflate}})
+                usage = {"completion_tokens": len(tokens) + fake.inflate}
+                self._event({**_CHUNK, "choices": [], "usage": usage})
             self.wfile.write(b"data: [DONE]\n\n")
 
     def _piece(
@@ -178,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
             choice |= {"text": spell(piece)} if "prompt" in body else {"delta": {"content": spell(piece)}}
             if fake.ids and body.get("return_token_ids"):
                 choice["token_ids"] = piece
-            return {"choices": [choice]}
+            return {**_CHUNK, "choices": [choice]}
         if fake.protocol == "llmapi":
             found: dict[str, Any] = {"model_name": "hash", "text_output": so_far}
             if last:

@@ -1,9 +1,10 @@
 """AIPerf as the driver of a load: its command, its documented records as ours, and a stand-in program that
-writes them. The stand-in asks nothing; what the real program does is not tested here."""
+writes them. The stand-in asks nothing; the real program is run where it is on the PATH."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -39,8 +40,8 @@ if sys.argv[1] != "profile":
     sys.exit("error: profile")
 parser = argparse.ArgumentParser(allow_abbrev=False)
 for name in ("model", "url", "endpoint-type", "input-file", "custom-dataset-type",
-             "dataset-sampling-strategy", "request-count", "concurrency", "request-rate", "arrival-pattern", "request-timeout-seconds",
-             "tokenizer", "random-seed", "artifact-dir", "export-level", "ui"):
+             "dataset-sampling-strategy", "request-count", "concurrency", "request-rate", "arrival-pattern",
+             "request-timeout-seconds", "tokenizer", "random-seed", "artifact-dir", "export-level", "ui"):
     parser.add_argument("--" + name)
 for name in ("streaming", "use-server-token-count", "no-gpu-telemetry", "no-server-metrics"):
     parser.add_argument("--" + name, action="store_true")
@@ -107,11 +108,12 @@ def test_a_record_is_the_same_request_in_our_terms():
 def test_the_server_s_count_goes_first_and_the_schedule_counts_as_due():
     late = record(1, metadata={"credit_issued_ns": 6 * S - S // 2})
     late["metrics"]["usage_completion_tokens"] = {"value": 9, "unit": "tokens"}
-    first, second = timed_from_records([late, record(0)])
+    first, second = timed_from_records([late, record(0)], open_loop=True)
     assert (first.request_id, second.request_id) == ("request-0", "request-1")
     assert second.due_s == pytest.approx(0.5)
     assert second.ttft_s == pytest.approx(0.7)
     assert second.tokens == 9
+    assert timed_from_records([late, record(0)])[1].due_s == pytest.approx(1.0)  # a closed loop has none
 
 
 def test_chunks_that_are_not_told_leave_first_and_last():
@@ -147,8 +149,8 @@ def test_the_command_of_both_loops():
     assert argv(concurrency=8) == (
         "aiperf profile --model m --url http://h:8000 --endpoint-type chat --streaming --input-file /p "
         "--custom-dataset-type raw_payload --dataset-sampling-strategy sequential --request-count 40 "
-        "--concurrency 8 --request-timeout-seconds 100 --use-server-token-count --tokenizer builtin "
-        "--random-seed 1 --artifact-dir /a --export-level records --ui none --no-gpu-telemetry "
+        "--concurrency 8 --request-timeout-seconds 100 --use-server-token-count "
+        "--tokenizer trtspec/placeholder --random-seed 1 --artifact-dir /a --export-level records --ui none --no-gpu-telemetry "
         "--no-server-metrics"
     )
     assert "--request-rate 2.5 --arrival-pattern poisson" in argv(rate_per_s=2.5)
@@ -213,3 +215,13 @@ def test_verify_with_the_driver_and_its_bundle(tmp_path, capsys):
     assert any("AIPerf" in note for note in report["notes"])
     assert main(["report", "--recheck", str(tmp_path / "b")]) == 0
     assert main(["verify", "--url", mine, "--baseline-url", mine, "--aiperf", program]) == 2
+
+
+@pytest.mark.skipif(shutil.which("aiperf") is None, reason="AIPerf is not on the PATH")
+@pytest.mark.parametrize("load", [{"concurrency": 4}, {"rate_per_s": 20.0}])
+def test_the_real_program(load):
+    with serving(Fake(per_step=2, step_s=0.005)) as (url,):
+        given: dict[str, Any] = {"concurrency": None, "rate_per_s": None, **load}
+        driven = drive(find_aiperf(None), connect(url), CHATS, max_tokens=12, requests=12, **given)
+    assert [(one.tokens, len(one.arrivals_s), one.error) for one in driven.timed] == [(12, 6, "")] * 12
+    assert all(gap > 0.003 for one in driven.timed for gap in one.gaps_s[:1])

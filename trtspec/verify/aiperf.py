@@ -3,15 +3,17 @@
 It pins other versions of libraries than trtspec, so it runs from an environment of its own as a child
 process: ``aiperf profile`` with our prompts as request bodies sent verbatim (``raw_payload``), the server's
 own token counts, and no network beyond the endpoint. Its per-request records (``profile_export.jsonl``)
-become :class:`~trtspec.verify.latency.Timed`, so its runs are judged, and judged again, by the same functions.
+become :class:`~trtspec.verify.latency.Timed`, so its runs are judged, also from a bundle, like our client's.
 
-Options and record format are those documented for version 0.13.0.
+Options and record format are those documented for version 0.13.0, with which it was run against servers of
+this repository's tests.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,21 @@ AIPERF_NOTES = (
     "the load was driven by AIPerf, by its clock and the server's token counts; answers under load are not "
     "compared, so the noise floor is of answers alone",
 )
+_TOKENIZER = "trtspec/placeholder"
+"""AIPerf loads a tokenizer even where the server counts the tokens; its builtin one is downloaded. So it gets
+one that knows no word, from a cache of its own, and stays off the network."""
+_TOKENIZER_FILES = {
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"},
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{kind}_token": "[UNK]" for kind in ("unk", "bos", "eos")},
+    },
+}
 _MAX_BYTES = 2_000_000_000
 
 
@@ -105,7 +122,7 @@ def aiperf_argv(
         *load,
         *("--request-timeout-seconds", f"{20 * endpoint.timeout_s:g}"),
         "--use-server-token-count",
-        *("--tokenizer", "builtin"),
+        *("--tokenizer", _TOKENIZER),
         *("--random-seed", "1"),
         *("--artifact-dir", str(artifacts)),
         *("--export-level", "records"),
@@ -160,12 +177,26 @@ def drive(
         limit = 120 + 20 * endpoint.timeout_s * math.ceil(requests / (concurrency or requests))
         if rate_per_s:
             limit += 3 * requests / rate_per_s
-        process.run(argv, cwd=Path(folder), timeout_s=limit)
-        timed, version = read_run(artifacts, requests)
+        process.run(argv, env=_environment(Path(folder)), cwd=Path(folder), timeout_s=limit)
+        timed, version = read_run(artifacts, requests, open_loop=rate_per_s is not None)
         return Driven(timed, version, tuple(argv))
 
 
-def read_run(artifacts: Path, requests: int) -> tuple[tuple[Timed, ...], str]:
+def _environment(folder: Path) -> dict[str, str]:
+    """This process's, offline but for the endpoint, with a cache that holds the placeholder tokenizer."""
+    repository = folder / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
+    snapshot = "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(snapshot)
+    place = repository / "snapshots" / snapshot
+    place.mkdir(parents=True)
+    for name, content in _TOKENIZER_FILES.items():
+        (place / name).write_text(json.dumps(content))
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")}
+    return {**os.environ, **offline, "PYTHONUNBUFFERED": "1"}
+
+
+def read_run(artifacts: Path, requests: int, *, open_loop: bool = False) -> tuple[tuple[Timed, ...], str]:
     """The requests of a run, in order of sending, and the version that made them. Raises MissingError for
     files that are not there, not as documented, or do not agree with each other."""
     lines = _read(artifacts / RECORDS).split(b"\n")
@@ -181,7 +212,7 @@ def read_run(artifacts: Path, requests: int) -> tuple[tuple[Timed, ...], str]:
     if not found:
         raise _unreadable(f"{RECORDS} holds no requests")
     try:
-        timed = timed_from_records(found)
+        timed = timed_from_records(found, open_loop=open_loop)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(f"{RECORDS}: {type(error).__name__}: {error}") from None
     try:
@@ -199,11 +230,17 @@ def read_run(artifacts: Path, requests: int) -> tuple[tuple[Timed, ...], str]:
     return timed, version
 
 
-def timed_from_records(records: Sequence[Mapping[str, Any]]) -> tuple[Timed, ...]:
+def timed_from_records(records: Sequence[Mapping[str, Any]], *, open_loop: bool = False) -> tuple[Timed, ...]:
     """AIPerf's records of requests as ours: seconds from the first request due, arrivals from time to first
-    token and the gaps between chunks (or, without those, the last chunk alone)."""
-    zero = min(_due_ns(record["metadata"]) for record in records)
-    found = []
+    token and the gaps between chunks (or, without those, the last chunk alone). In an open loop a request is
+    due when its credit was issued, as the schedule wanted it; in a closed loop when it was sent."""
+
+    def due_ns(metadata: Mapping[str, Any]) -> int:
+        start = int(metadata["request_start_ns"])
+        return min(start, int(metadata.get("credit_issued_ns") or start)) if open_loop else start
+
+    zero = min(due_ns(record["metadata"]) for record in records)
+    found: list[Timed] = []
     for record in sorted(records, key=lambda one: int(one["metadata"]["request_start_ns"])):
         metadata, metrics = record["metadata"], record.get("metrics") or {}
         sent, ended = ((int(metadata[key]) - zero) / 1e9 for key in ("request_start_ns", "request_end_ns"))
@@ -216,7 +253,7 @@ def timed_from_records(records: Sequence[Mapping[str, Any]]) -> tuple[Timed, ...
         found.append(
             Timed(
                 f"request-{metadata.get('session_num', len(found))}",
-                (_due_ns(metadata) - zero) / 1e9,
+                (due_ns(metadata) - zero) / 1e9,
                 sent,
                 arrivals,
                 ended if not arrivals else max(ended, arrivals[-1]),
@@ -225,13 +262,6 @@ def timed_from_records(records: Sequence[Mapping[str, Any]]) -> tuple[Timed, ...
             )
         )
     return tuple(found)
-
-
-def _due_ns(metadata: Mapping[str, Any]) -> int:
-    """When the load wanted it sent, where the record says; never later than it was."""
-    start = int(metadata["request_start_ns"])
-    due = metadata.get("credit_issued_ns")
-    return start if due is None else min(start, int(due))
 
 
 def _error(record: Mapping[str, Any]) -> str:
