@@ -150,8 +150,8 @@ def test_the_command_of_both_loops():
         "aiperf profile --model m --url http://h:8000 --endpoint-type chat --streaming --input-file /p "
         "--custom-dataset-type raw_payload --dataset-sampling-strategy sequential --request-count 40 "
         "--concurrency 8 --request-timeout-seconds 100 --use-server-token-count "
-        "--tokenizer trtspec/placeholder --random-seed 1 --artifact-dir /a --export-level records --ui none --no-gpu-telemetry "
-        "--no-server-metrics"
+        "--tokenizer trtspec/placeholder --random-seed 1 --artifact-dir /a --export-level records --ui none "
+        "--no-gpu-telemetry --no-server-metrics"
     )
     assert "--request-rate 2.5 --arrival-pattern poisson" in argv(rate_per_s=2.5)
     assert "--concurrency" not in argv(rate_per_s=2.5)
