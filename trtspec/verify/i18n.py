@@ -347,8 +347,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "速度是逐个请求测得的：成批时验证草稿的代价更高，收益可能消失",
     ),
     "pitfall.one-load.run": (
-        "trtspec bench engine {engine} --scaling, or measure the batch that will be served",
-        "运行 trtspec bench engine {engine} --scaling，或测量实际服务时的批量",
+        "trtspec verify {engine} --load, or measure the batch that will be served",
+        "运行 trtspec verify {engine} --load，或测量实际服务时的批量",
     ),
     "pitfall.tail-ignored": ("P99 ignored", "忽略 P99"),
     "pitfall.tail-ignored.yes": ("p99 stands in {check}", "{check} 给出 p99"),
