@@ -15,12 +15,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trtspec.errors import InputError
-from trtspec.user_files import explain_os_error, sync_folder
+from trtspec.user_files import explain_os_error, shown_path, sync_folder
 
 MARK = ".trtspec-partial"
 """The file that marks a partial folder as ours; it is taken out when the folder is renamed."""
@@ -65,6 +65,29 @@ def refuse_existing(out: Path) -> None:
         raise InputError(f"{out}: exists and is not a folder; give another path or remove it")
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: exists and is not empty; give another path or remove it")
+
+
+def refuse_replacing(out: Path, made_here: Callable[[str], bool], *, spare: Sequence[Path] = ()) -> None:
+    """Raise InputError unless ``out`` may be given up for a new folder.
+
+    It may if it is free, or holds nothing but files whose names ``made_here`` knows as those of such a
+    folder; a folder of somebody's own (notes, a model) is never given up. ``spare`` are folders that the
+    work reads or writes: ``out`` may be none of them, lie in none and hold none.
+    """
+    whole = out.resolve()
+    for folder in spare:
+        other = folder.resolve()
+        if whole == other or whole in other.parents or other in whole.parents:
+            raise InputError(f"{out}: overlaps {folder}, which is needed itself; name another folder")
+    if not out.is_dir() or out.is_symlink():
+        refuse_existing(out)
+        return
+    foreign = sorted(path.name for path in out.iterdir() if not (path.is_file() and made_here(path.name)))
+    if foreign:
+        raise InputError(
+            f"{out}: holds {shown_path(foreign[0])}, which no such folder holds, so it is not replaced; "
+            "give another path or remove it"
+        )
 
 
 def remove_partials(out: Path, *, say: Callable[[str], None]) -> None:

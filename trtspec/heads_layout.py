@@ -45,6 +45,8 @@ Layout = Literal["original", "tensorrt", "modelopt", "speculators", "specforge"]
 CONFIG = "config.json"
 RECORD = "trtspec_heads.json"
 """What ``trtspec draft train`` says of the heads that it made, written last."""
+LICENCES = ("LICENSE", "LICENCE", "NOTICE")
+"""How the names of files begin that a conversion copies."""
 MEDUSA_SAFETENSORS = "medusa_lm_head.safetensors"
 MEDUSA_FILES = ("medusa_lm_head.pt", MEDUSA_SAFETENSORS)
 """In the order in which TensorRT-LLM looks for them."""
@@ -250,3 +252,12 @@ def named_hidden_layers(config: Mapping[str, Any]) -> tuple[str, Any, int]:
     if isinstance(inner, dict) and inner.get(key):
         return f"eagle_config.{key}", inner[key], 1
     return key, config.get(key), 0
+
+
+def is_heads_file(name: str) -> bool:
+    """Whether a folder of heads, trained or converted here, can hold a file of this name."""
+    return (
+        name in (CONFIG, RECORD, "curve.svg")
+        or name.endswith((".safetensors", ".bin", ".pt"))
+        or name.upper().startswith(LICENCES)
+    )

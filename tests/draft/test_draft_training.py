@@ -26,7 +26,15 @@ from trtspec.draft.answers import (
 )
 from trtspec.draft.checkpoint import read_record, write_heads
 from trtspec.draft.curves import curve_svg, curve_text
-from trtspec.draft.features import Examples, Target, frequent_tokens, read_examples, shifted, target_of
+from trtspec.draft.features import (
+    Examples,
+    Target,
+    frequent_tokens,
+    ranks_of,
+    read_examples,
+    shifted,
+    target_of,
+)
 from trtspec.draft.run import TrainingJob, run_training
 from trtspec.draft.train_eagle import EagleTraining
 from trtspec.draft.train_medusa import MedusaTraining
@@ -366,3 +374,8 @@ def test_heads_of_a_recipe_imitate_its_target(tmp_path: Path) -> None:
     assert made.target_recipe == open_artifact(engine).manifest.recipe_digest
     with pytest.raises(MissingError, match="is not built"):
         run_training(dataclasses.replace(job, target_recipe=tmp_path / "recipe.yaml", out=tmp_path / "other"))
+
+
+def test_what_is_no_number_ranks_nothing() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [torch.nan] * 3, [torch.inf, 0.0, 0.0]])
+    assert ranks_of(logits, torch.tensor([0, 2, 0, 0])).tolist() == [0, 2, 3, 3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from trtspec.cli.output import Progress, UserPath, human_seconds, json_option, print_json
+from trtspec.cli.output import FloatRange, Progress, UserPath, human_seconds, json_option, print_json
 
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("trtspec.cli.draft:train", "Train Medusa, EAGLE or EAGLE-3 heads on the target's own answers."),
@@ -66,11 +66,11 @@ def draft() -> None:
 )
 @click.option("--max-prompts", type=click.IntRange(1), help="Only the first so many prompts.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Learn only the first so many answered tokens.")
-@click.option("--new-tokens", type=click.IntRange(8), default=160, help="Longest answer.")
-@click.option("--batch", type=click.IntRange(1), default=64, help="Prompts answered at once.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Of the answers; 0: greedy.")
-@click.option("--epochs", type=click.FloatRange(0, min_open=True), help="Times that the answers are learnt.")
-@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=1e-3, help="Its peak.")
+@click.option("--new-tokens", type=click.IntRange(8, 2**20), default=160, help="Longest answer.")
+@click.option("--batch", type=click.IntRange(1, 4096), default=64, help="Prompts answered at once.")
+@click.option("--temperature", type=FloatRange(0), default=0.0, help="Of the answers; 0: greedy.")
+@click.option("--epochs", type=FloatRange(0, min_open=True), help="Times that the answers are learnt.")
+@click.option("--learning-rate", type=FloatRange(0, min_open=True), default=1e-3, help="Its peak.")
 @click.option("--rows", type=click.IntRange(64), default=2048, help="Positions of one training step.")
 @click.option(
     "--draft-vocab", type=click.IntRange(16), help="Tokens that EAGLE-3 drafts (others: of the loss)."
@@ -82,7 +82,7 @@ def draft() -> None:
 )
 @click.option(
     "--hard-share",
-    type=click.FloatRange(0, 1),
+    type=FloatRange(0, 1),
     default=0.5,
     help="Weight of the said token; the rest is the target's law.",
 )
@@ -93,9 +93,11 @@ def draft() -> None:
     help="Evaluations without gain before stopping; 0: never.",
 )
 @click.option(
-    "--max-minutes", type=click.FloatRange(0, min_open=True), help="Stop training then, with the best so far."
+    "--max-minutes", type=FloatRange(0, min_open=True), help="Stop training then, with the best so far."
 )
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of weights, batches and sampled answers.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**62), default=0, help="Of weights, batches and sampled answers."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
 @click.option("--force", is_flag=True, help="Replace HEADS.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done.")

@@ -198,11 +198,14 @@ def convert(
     the papers' authors.
     """
     from trtspec.draft.convert import plan_conversion, write_conversion
-    from trtspec.folders import refuse_existing
+    from trtspec.folders import refuse_existing, refuse_replacing
+    from trtspec.heads_layout import is_heads_file
 
-    if not force:
-        refuse_existing(output)
     target = None if model is None else _target(model, heads, False, quiet=as_json)
+    if force:
+        refuse_replacing(output, is_heads_file, spare=[heads] if target is None else [heads, target.folder])
+    else:
+        refuse_existing(output)
     conversion = plan_conversion(heads, layout, target)
     if not dry_run:
         write_conversion(conversion, output, replace=force)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from trtspec.cli.output import UserPath, human_bytes, json_option, print_json
+from trtspec.cli.output import FloatRange, UserPath, human_bytes, json_option, print_json
 from trtspec.cli.recipe import write_text
 from trtspec.cost import plot, views
 from trtspec.cost.calibrate import read_calibration
@@ -43,10 +43,10 @@ def _workload_options(function: _Function) -> _Function:
                 help="Requests in flight.",
             ),
             click.option(
-                "--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0: greedy."
+                "--temperature", type=FloatRange(0.0), default=0.0, show_default=True, help="0: greedy."
             ),
             click.option(
-                "--copy-fraction", type=click.FloatRange(0.0, 1.0), help="Share of the answer that is copied."
+                "--copy-fraction", type=FloatRange(0.0, 1.0), help="Share of the answer that is copied."
             ),
             click.option(
                 "--calibrate", type=UserPath(), metavar="FILE",
@@ -207,24 +207,22 @@ def _values(text: str) -> tuple[str, list[float]]:
 @_workload_options
 @click.option("--vary", multiple=True, metavar="NAME=VALUES", help="Own sweep over one or two inputs.")
 @click.option("--metric", default="speedup", show_default=True, help=f"One of {', '.join(views.METRICS)}.")
-@click.option(
-    "--alpha", type=click.FloatRange(0.0, 1.0), default=0.8, show_default=True, help="Without a recipe."
-)
+@click.option("--alpha", type=FloatRange(0.0, 1.0), default=0.8, show_default=True, help="Without a recipe.")
 @click.option(
     "--draft-tokens", type=click.IntRange(0), default=4, show_default=True, help="K without a recipe."
 )
-@click.option("--c", type=click.FloatRange(0.0, min_open=True), default=10.0, show_default=True,
+@click.option("--c", type=FloatRange(0.0, min_open=True), default=10.0, show_default=True,
               help="Target step in draft steps, without a recipe.")  # fmt: skip
 @click.option(
     "--q-target",
-    type=click.FloatRange(0.0, min_open=True),
+    type=FloatRange(0.0, min_open=True),
     default=2.0,
     show_default=True,
     help="Target: what quantization gains.",
 )
 @click.option(
     "--q-draft",
-    type=click.FloatRange(0.0, min_open=True),
+    type=FloatRange(0.0, min_open=True),
     default=2.0,
     show_default=True,
     help="Draft: what quantization gains.",

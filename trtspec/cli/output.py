@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -54,6 +55,16 @@ class UserPath(click.Path):
             return user_path(value)
         except InputError as error:
             self.fail(str(error), param, ctx)
+
+
+class FloatRange(click.FloatRange):
+    """Finite numbers only: no comparison with a bound refuses a NaN, and nothing here takes an infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a number to use", param, ctx)
+        return number
 
 
 def json_option(function: _Function) -> _Function:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from trtspec.cli.output import UserPath, json_option, print_json, print_warning
+from trtspec.cli.output import FloatRange, UserPath, json_option, print_json, print_warning
 from trtspec.errors import InputError, MissingError
 from trtspec.serve.protocol import BOUNDS
 from trtspec.user_files import shown_path
@@ -26,22 +25,12 @@ if TYPE_CHECKING:
     from trtspec.serve.preflight import Addresses
 
 
-class _FloatRange(click.FloatRange):
-    """Numbers only: no comparison with a bound refuses a NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value} is not a number to use", param, ctx)
-        return number
-
-
 def _integer(field: str) -> click.IntRange:
     return click.IntRange(int(BOUNDS[field].low), int(BOUNDS[field].high))
 
 
-def _number(field: str) -> _FloatRange:
-    return _FloatRange(BOUNDS[field].low, BOUNDS[field].high)
+def _number(field: str) -> FloatRange:
+    return FloatRange(BOUNDS[field].low, BOUNDS[field].high)
 
 
 _URL = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
@@ -62,7 +51,7 @@ _PING_TOKENS = 16
 @click.option("--ready-file", type=UserPath(), help="Write the addresses here (JSON) when ready.")
 @click.option(
     "--start-timeout",
-    type=_FloatRange(1, _MAX_TIMEOUT_S),
+    type=FloatRange(1, _MAX_TIMEOUT_S),
     default=300.0,
     show_default=True,
     help="Give up when the model is not loaded after this many seconds.",
@@ -168,7 +157,7 @@ def serve(
 @click.option("--stats", is_flag=True, help="Print acceptance and times on stderr.")
 @click.option(
     "--idle-timeout",
-    type=_FloatRange(0.1, _MAX_TIMEOUT_S),
+    type=FloatRange(0.1, _MAX_TIMEOUT_S),
     default=120.0,
     show_default=True,
     help="Give up after this many seconds without a new piece of the answer.",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trtspec.cli.output import Progress, Session, UserPath, print_json
+from trtspec.cli.output import FloatRange, Progress, Session, UserPath, print_json
 from trtspec.cli.report import form_options, rendered
 from trtspec.cli.verify_modes import (
     json_file_option,
@@ -57,7 +57,7 @@ _FILE = UserPath()
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(0.01, 10),
+    type=FloatRange(0.01, 10),
     help="Of these sampled answers.  [default: 1.0]",
 )
 @click.option(

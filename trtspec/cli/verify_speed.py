@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from trtspec.cli.output import Progress, UserPath
+from trtspec.cli.output import FloatRange, Progress, UserPath
 from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 
 
-_POSITIVE = click.FloatRange(0, min_open=True)
+_POSITIVE = FloatRange(0, min_open=True)
 _OPTIONS = (
     click.option(
         "--url", metavar="URL", help="Judge this endpoint, Triton's HTTP or OpenAI-compatible; no ENGINE."
@@ -233,7 +233,7 @@ _OPTIONS = (
     click.option("--slo-tpot-ms", type=_POSITIVE, help="Objective: time per token after it."),
     click.option("--slo-e2e-ms", type=_POSITIVE, help="Objective: the whole answer."),
     click.option(
-        "--min-goodput", type=click.FloatRange(0, 1), help="Gate: share of requests within the objectives."
+        "--min-goodput", type=FloatRange(0, 1), help="Gate: share of requests within the objectives."
     ),
     click.option("--min-speedup", type=_POSITIVE, help="Gate for --url: over the baseline, one at a time."),
     click.option(

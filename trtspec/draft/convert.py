@@ -22,6 +22,7 @@ from trtspec.folders import new_folder, write_json
 from trtspec.heads_check import Target, check_heads
 from trtspec.heads_layout import (
     CONFIG,
+    LICENCES,
     MEDUSA_FILES,
     RECORD,
     SPECFORGE_ARCHITECTURE,
@@ -35,7 +36,6 @@ from trtspec.tensor_headers import DTYPE_BYTES, TensorHeader, read_tensor_header
 from trtspec.user_files import explain_os_error
 
 LAYOUTS: tuple[Layout, ...] = ("tensorrt", "original", "modelopt", "speculators", "specforge")
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 _AUX = "eagle_aux_hidden_state_layer_ids"
 _NOT_OF_A_LAYER = {
     "architectures", "auto_map", "base_model_name_or_path", "draft_vocab_size", "eagle_config", _AUX,
@@ -118,7 +118,7 @@ def write_conversion(conversion: Conversion, out: Path, *, replace: bool = False
             else:
                 _write_pickled(weights, conversion.tensors)
             for path in sorted(heads.folder.iterdir()):
-                if path.is_file() and path.name.upper().startswith(_LICENCES):
+                if path.is_file() and path.name.upper().startswith(LICENCES):
                     (partial / path.name).write_bytes(path.read_bytes())
             if heads.record:
                 files = {name: file_sha256(partial / name) for name in (weights.name, CONFIG)}

@@ -165,10 +165,14 @@ def shifted(x: Tensor, by: int) -> Tensor:
 
 
 def ranks_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """``[rows] int64``: how many candidates come before ``tokens [rows]``; of equal ones the lower first."""
+    """``[rows] int64``: how many candidates come before ``tokens [rows]``; of equal ones the lower first.
+
+    A row with a value that is no finite number ranks nothing: all candidates come before its token.
+    """
     mine = logits.gather(1, tokens[:, None])
     before = torch.arange(logits.shape[1], device=logits.device) < tokens[:, None]
-    return ((logits > mine) | ((logits == mine) & before)).sum(-1)
+    ranks = ((logits > mine) | ((logits == mine) & before)).sum(-1)
+    return ranks.where(logits.isfinite().all(-1), logits.shape[1])
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, said: Tensor, hard_share: float) -> Tensor:

@@ -29,7 +29,8 @@ from trtspec.draft.training import Training, TrainSettings, train
 from trtspec.embedded.machine import default_threads, torch_device
 from trtspec.embedded.weights import load_model
 from trtspec.errors import InputError, MissingError
-from trtspec.folders import refuse_existing
+from trtspec.folders import refuse_existing, refuse_replacing
+from trtspec.heads_layout import is_heads_file
 from trtspec.modelspec import read_modelspec
 from trtspec.plan_inputs import hashed
 from trtspec.quantize.calibration import read_samples
@@ -90,7 +91,10 @@ def run_training(
     Sets torch's thread count for the process. Raises InputError for what does not fit, MissingError for what
     the machine lacks.
     """
-    if not job.replace:
+    answers_in = job.answers or job.work / "answers"
+    if job.replace:
+        refuse_replacing(job.out, is_heads_file, spare=(job.model, job.work, answers_in))
+    else:
         refuse_existing(job.out)
     device = torch_device(job.device)
     torch.set_num_threads(default_threads())
@@ -113,9 +117,7 @@ def run_training(
         job.work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_os_error(error, job.work) from None
-    answers: Answers = open_answers(
-        job.answers or job.work / "answers", recorded_layers(spec.num_layers), digest
-    )
+    answers: Answers = open_answers(answers_in, recorded_layers(spec.num_layers), digest)
     stops = tokenizer.eos_token_ids
     took = generate_answers(model, prompts, answers, settings, stops, progress)
     if took["tokens"]:

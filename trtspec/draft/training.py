@@ -23,6 +23,7 @@ from trtspec.draft.checkpoint import load_checkpoint, save_checkpoint
 from trtspec.draft.features import Batch, Examples, batch_plan, make_batch
 from trtspec.draft.train_eagle import EagleTraining
 from trtspec.draft.train_medusa import MedusaTraining
+from trtspec.errors import InputError
 
 Training = MedusaTraining | EagleTraining
 
@@ -149,6 +150,11 @@ def train(
             group["lr"] = settings.learning_rate * _schedule(step, total, settings.warmup)
         with _autocast(training):
             loss = training.loss(parameters, make_batch([answers[at] for at in chosen]))
+        if not math.isfinite(float(loss.detach())):
+            raise InputError(
+                f"training: the loss of step {step + 1} is not a finite number; lower --learning-rate "
+                f"({settings.learning_rate:g}) and remove {checkpoint} if there is one"
+            )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters.values(), settings.clip, foreach=False)

@@ -41,7 +41,7 @@ def read_samples(data: str) -> list[Sample]:
     else:
         place = shown_path(data)
         try:
-            text = read_user_text(Path(data), max_bytes=MAX_FILE_BYTES)
+            text = read_user_text(Path(data), max_bytes=MAX_FILE_BYTES).removeprefix("\ufeff")
         except InputError as error:
             why = error.problems[0].message
             raise InputError(

@@ -221,7 +221,7 @@ def read_corpus(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """
     if path.suffix == ".npy":
         return _read_token_file(path)
-    text = read_user_text(path, max_bytes=MAX_DATA_BYTES)
+    text = read_user_text(path, max_bytes=MAX_DATA_BYTES).removeprefix("\ufeff")
     if path.suffix != ".jsonl":
         return [tokenizer.encode(text)]
     found: list[list[int]] = []
