@@ -4,7 +4,8 @@ This module is the schema: each class is one mapping of the YAML, each field one
 what an editor shows. ``quantization``, ``speculation``, ``acceptance`` and ``backend`` are unions tagged
 by ``kind``; every variant has only its own fields. Reading a file with line numbers and the error texts
 are in :mod:`trtspec.recipe_file`, the rules that span keys in :mod:`trtspec.recipe_rules`;
-``recipes/reference.yaml`` shows every key with a comment.
+``recipes/reference.yaml`` shows every key with a comment. The file is longer than others because it is the
+whole schema in reading order.
 
 Values are strict: text is never read as a number, ``true`` is never 1; a whole number may stand where a
 fraction is allowed, and a list where a tuple is.

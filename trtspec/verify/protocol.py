@@ -6,8 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
@@ -16,11 +15,12 @@ from trtspec.engine import Engine
 from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity, is_for_gpu
-from trtspec.ruler import Answer, acceptance_within, max_draft, run
+from trtspec.ruler import Answer, max_draft, run
 from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.divergence import judge_divergence
+from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, offer_of, speller, why_no_exact_run
 from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.gpu import ELSEWHERE, check_gpu, gpu_record
 from trtspec.verify.load import (
@@ -34,7 +34,6 @@ from trtspec.verify.load import (
 )
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.matrix_load import check_loads, plan_loads
-from trtspec.verify.near_misses import Drafts
 from trtspec.verify.prediction import check_prediction, time_steps
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
@@ -48,9 +47,6 @@ OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
 BY_URL = "serve both variants and give --url and --baseline-url"
-_LOSSLESS = {"strict": "lossless", "approximate": "greedy"}
-"""The check of greedy answers by what the recipe's acceptance does when sampling: an approximate one accepts
-greedy requests exactly, and is lossless in nothing else."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def verify(
         say("loading with TensorRT-LLM, one variant after another")
         label = fidelity(recipe)
         stop_tokens = tokenizer.eos_token_ids
-        checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=_LOSSLESS[label])
+        checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=LOSSLESS[label])
         if settings.load is not None:
             checks.append(_skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", False))
         checks += skipped_suite(recipe.gates, settings, f"needs scores, which are not there; {ELSEWHERE}")
@@ -107,9 +103,9 @@ def verify(
             total_tokens=settings.quality_tokens,
             max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
         )
-    excuse = _no_exact_run(built)
+    excuse = why_no_exact_run(built)
     label = fidelity(recipe)
-    exact_name = f"{_LOSSLESS[label]}_float64"
+    exact_name = f"{LOSSLESS[label]}_float64"
     proof = None if excuse is not None else exact_name
     sampled: list[Prompt] = []
     if label == "approximate":
@@ -137,9 +133,9 @@ def verify(
         checks += _suite(engines, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress)
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
-        livelier = _liveliest(prompts, answers, settings)
-        exact = _exact(built, livelier, tokenizer, settings, on_progress)
-        at = [check.name for check in checks].index(_LOSSLESS[label])
+        livelier = liveliest(prompts, answers, settings)
+        exact = exact_run(built, livelier, tokenizer, settings, on_progress)
+        at = [check.name for check in checks].index(LOSSLESS[label])
         checks[at] = compare_acceptance(
             checks[at], answers, exact.speculative.answers, required=recipe.gates.lossless
         )
@@ -221,69 +217,6 @@ def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str,
     }
 
 
-def _no_exact_run(built: Artifact) -> str | None:
-    """Why identity is not checked again in float64, "" if there is no need to; None if it is."""
-    recipe = built.recipe
-    if isinstance(recipe.speculation, NoSpeculation) or recipe.backend.dtype == "float64":
-        return ""
-    weights = sum(path.stat().st_size for path in built.baseline_dir.glob("*.safetensors"))
-    if 2 * 4 * weights > _available_bytes() // 2:  # two engines, 16 bit to 64 bit
-        return (
-            f"two copies of the weights in float64 ({8 * weights / 1e9:.0f} GB) do not fit this machine; a "
-            f"machine with {16 * weights / 1e9:.0f} GB of free memory could prove more"
-        )
-    return None
-
-
-def _liveliest(prompts: Sequence[Prompt], answers: Sequence[Answer], settings: Settings) -> list[Prompt]:
-    """The prompts to compare in float64: those with most drafts for the tokens that must be computed."""
-    drafted = {answer.request_id: acceptance_within(answer, settings.exact_tokens)[0] for answer in answers}
-    ranked = sorted(
-        prompts,
-        key=lambda prompt: (1 + drafted[prompt.id]) / (len(prompt.tokens) + 3 * settings.exact_tokens),
-        reverse=True,
-    )
-    return ranked[: settings.exact_prompts]
-
-
-def _exact(
-    built: Artifact,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    settings: Settings,
-    on_progress: OnProgress,
-) -> Identity:
-    """Identity in float64, where rounding excuses nothing, with near misses among the drafts."""
-    recipe = built.recipe
-    limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
-    small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
-    name = f"{_LOSSLESS[fidelity(recipe)]}_float64"
-    stage = f"{name}: the same in float64, with near misses as drafts"
-    on_progress(stage, 0, 0)
-    with contextlib.ExitStack() as stack:
-        plain, speculative = (
-            stack.enter_context(contextlib.closing(open_engine(small, variant, dtype="float64")))
-            for variant in ("no_speculation", "recipe")
-        )
-        return check_lossless(
-            speculative,
-            plain,
-            prompts,
-            max_new_tokens=min(settings.exact_tokens, settings.max_new_tokens),
-            stop_tokens=tokenizer.eos_token_ids,
-            draft_limit=max_draft(recipe.speculation),
-            dtype="float64",
-            speculates=True,
-            required=recipe.gates.lossless,
-            name=name,
-            floor_prompts=0,
-            noise_texts=0,
-            offer=_offer(speculative),
-            spell=_speller(tokenizer),
-            on_progress=lambda done, total: on_progress(stage, done, total),
-        )
-
-
 def _approximate(
     engines: _Engines,
     prompts: Sequence[Prompt],
@@ -338,31 +271,6 @@ def _suite(
         gates=recipe.gates,
         stage=stage,
     )
-
-
-def _speller(tokenizer: Tokenizer) -> Callable[[int], str]:
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False)
-
-
-def _offer(engine: Engine) -> Callable[[Drafts], contextlib.AbstractContextManager[None]]:
-    """How to make ``engine`` draft by a plan."""
-
-    def offer(drafts: Drafts) -> contextlib.AbstractContextManager[None]:
-        from trtspec.embedded.drafters.planned import drafting_by_plan
-
-        return drafting_by_plan(engine, drafts)
-
-    return offer
-
-
-def _available_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _open(built: Artifact, stack: contextlib.ExitStack) -> _Engines:
@@ -442,14 +350,14 @@ def _measure(
         dtype=recipe.backend.dtype,
         speculates=speculates,
         required=gates.lossless,
-        name=_LOSSLESS[fidelity(recipe)],
+        name=LOSSLESS[fidelity(recipe)],
         floor_prompts=settings.floor_prompts,
         noise_texts=settings.noise_texts,
         noise_tokens=settings.noise_tokens,
-        offer=_offer(engines.recipe) if speculates and recipe.backend.dtype == "float64" else None,
+        offer=offer_of(engines.recipe) if speculates and recipe.backend.dtype == "float64" else None,
         proof=proof,
-        spell=_speller(tokenizer),
-        on_progress=stage(f"{_LOSSLESS[fidelity(recipe)]}: {what}"),
+        spell=speller(tokenizer),
+        on_progress=stage(f"{LOSSLESS[fidelity(recipe)]}: {what}"),
     )
     checks = [identity.check]
 
