@@ -1,4 +1,4 @@
-"""The proof of losslessness: the same weights, KV format and drafts in float64, where rounding excuses none."""
+"""The proof of losslessness: the same weights, KV format and drafts in float64, where rounding is nothing."""
 
 from __future__ import annotations
 
