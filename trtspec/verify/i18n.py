@@ -357,8 +357,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "只测了总量：失败的草稿恰恰在用户等待最久处代价最大",
     ),
     "pitfall.tail-ignored.run": (
-        "measure latency per request with enough requests for a p99 (at least 300)",
-        "逐请求测量延迟，请求数须足以估计 p99（至少 300 个）",
+        "measure latency per request with enough requests for a p99 (at least 368)",
+        "逐请求测量延迟，请求数须足以估计 p99（至少 368 个）",
     ),
     "pitfall.lazy-lossless": ("Losslessness claimed, not shown", "声称无损而未证明"),
     "pitfall.lazy-lossless.yes": (
