@@ -113,6 +113,21 @@ def test_our_own_exit_codes_come_back_as_our_own_errors(code: int, kind: type[Ex
     assert str(caught.value) == "recipe: 40 is too many"
 
 
+def test_the_exit_codes_of_other_programs_are_their_own() -> None:
+    """The broken variant reads a judge's code 3 as ours: the error was its last line alone."""
+    with pytest.raises(process.ChildFailed, match="ended with exit code 3"):
+        process.run([PYTHON, "-c", "import sys; print(1); sys.exit(3)"], foreign=True)
+
+
+def test_a_line_that_does_not_end_comes_in_pieces() -> None:
+    """Read whole, it filled the memory until the system killed this process."""
+    pieces: list[int] = []
+    program = "import sys; sys.stdout.write('1' * 1000001)"
+    process.run([PYTHON, "-c", program], on_line=lambda line: pieces.append(len(line)))
+    assert sum(pieces) == 1_000_001
+    assert max(pieces) <= 100_000
+
+
 def test_missing_program() -> None:
     with pytest.raises(MissingError, match="no-such-program: no such program"):
         process.run(["no-such-program"])

@@ -41,6 +41,8 @@ from trtspec.errors import (
 from trtspec.user_files import explain_os_error, shown_path
 
 TAIL_LINES = 30
+_MAX_LINE = 100_000
+"""Characters: a line that does not end must not fill the memory; its pieces count as lines."""
 _GRACE_S = 2.0
 _BECOME = """\
 import ctypes, os, sys
@@ -173,6 +175,7 @@ def run(
     log: Path | None = None,
     on_line: Callable[[str], None] | None = None,
     timeout_s: float | None = None,
+    foreign: bool = False,
 ) -> None:
     """Run ``argv`` to its end; return only if it exits with 0.
 
@@ -180,7 +183,7 @@ def run(
     (:func:`parse_progress`) to the end of the file ``log``. ``env`` replaces the environment.
 
     Raises InputError or MissingError with the child's own words when it exits with trtspec's code for
-    them, MissingError when the program does not exist, ChildFailed otherwise (also after ``timeout_s``).
+    them (unless it is ``foreign``, whose codes mean something else), MissingError when the program does not exist, ChildFailed otherwise (also after ``timeout_s``).
     On any exception, Ctrl-C included, the whole group is ended before the exception goes on.
     """
     name = _name(argv)
@@ -191,7 +194,7 @@ def run(
         problem: list[BaseException] = []
 
         def read(output: IO[str]) -> None:
-            for raw in output:
+            for raw in iter(lambda: output.readline(_MAX_LINE), ""):
                 line = raw.rstrip("\n")
                 if parse_progress(line) is None:
                     tail.append(line)
@@ -239,7 +242,7 @@ def run(
     if problem:
         raise problem[0]
     if popen.returncode != 0:
-        raise _failure(name, popen.returncode, tail)
+        raise _failure(name, popen.returncode, tail, foreign)
 
 
 def start(
@@ -394,15 +397,15 @@ def as_child(work: Callable[[], None], *, no_memory: str) -> int:
     return 0
 
 
-def _failure(name: str, returncode: int, tail: Sequence[str]) -> InputError | MissingError:
+def _failure(name: str, returncode: int, tail: Sequence[str], foreign: bool) -> InputError | MissingError:
     lines = [line for line in tail if line.strip()]
-    message = _own_words(lines)
+    message = "" if foreign else _own_words(lines)
     if returncode == EXIT_BAD_INPUT and message:
         return InputError(message)
     if returncode == EXIT_MISSING and message:
         return MissingError(message)
     more = "its last lines:" if lines else "it said nothing"
-    if returncode == EXIT_BUG:
+    if returncode == EXIT_BUG and not foreign:
         return ChildFailed(f"{name}: this is a bug; {more}", returncode, lines)
     if returncode >= 0:
         return ChildFailed(f"{name}: ended with exit code {returncode}; {more}", returncode, lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -232,6 +233,25 @@ def test_missing_and_added_files_are_caught(bundle):
     gone.write_text("")
     (bundle / "extra.txt").write_text("x")
     assert any("not in the manifest" in problem for problem in recheck(bundle).problems)
+
+
+def no_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: no_numbers(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [no_numbers(one) for one in value]
+    return math.nan if isinstance(value, float) else value
+
+
+@pytest.mark.filterwarnings("error")
+def test_records_that_are_no_numbers_are_a_finding(bundle):
+    """A judge that refuses them as bad input must not end the recheck, nor may numpy complain aloud."""
+    for path in bundle.glob("records/*/*.jsonl"):
+        lines = [json.dumps(no_numbers(json.loads(line))) for line in path.read_text().splitlines()]
+        path.write_text("".join(line + "\n" for line in lines))
+    edit(bundle / "manifest.json", lambda value: value.update(judged=no_numbers(value["judged"])))
+    sealed(bundle)
+    assert recheck(bundle).exit_code == 1
 
 
 def test_a_verdict_without_records_is_not_believed(bundle):

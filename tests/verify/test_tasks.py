@@ -182,6 +182,21 @@ def test_a_judge_reads_the_item_and_prints_a_number(tmp_path):
         judged("no-such-judge-program", item("judge", "cat"), "a cat")
 
 
+@pytest.mark.parametrize("printed", ["'1' * 3000000", "'0.5\\n' * 1000000"])
+def test_a_judge_that_floods_is_ended(tmp_path, printed):
+    script = tmp_path / "judge.py"
+    script.write_text(f"import sys\nwhile True: sys.stdout.write({printed})")
+    with pytest.raises(InputError, match="printed over"):
+        judged(f"{sys.executable} {script}", item("judge", "cat"), "a cat")
+
+
+@pytest.mark.parametrize("command", ["", "'unclosed", "no-such-judge-program x"])
+def test_a_judge_that_cannot_run_is_refused_before_anything_runs(engines, command):
+    tokenizer, _, _ = engines
+    with pytest.raises((InputError, MissingError), match="judge"):
+        plan_suite(Settings(judge=command), Gates(), tokenizer, 200)
+
+
 def test_a_choice_is_scored_by_its_own_tokens(engines, tmp_path):
     """The oracle: log-probabilities summed by hand, whether there is a prompt, a chat or neither."""
     tokenizer, engine, _ = engines

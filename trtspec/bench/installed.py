@@ -142,7 +142,7 @@ def install(name: str, say: Callable[[str], None]) -> Path:
         raise explain_os_error(error, folder) from None
     for argv in commands(name):
         say(shown(argv))
-        process.run(argv, log=folder.parent / f"{name}.log")
+        process.run(argv, log=folder.parent / f"{name}.log", foreign=True)
     mark = f'{{"requirement": "{environment.requirement}"}}\n'
     write_atomic(folder / MARK, mark.encode())
     say(f"ready: {folder}")

@@ -177,7 +177,7 @@ def drive(
         limit = 120 + 20 * endpoint.timeout_s * math.ceil(requests / (concurrency or requests))
         if rate_per_s:
             limit += 3 * requests / rate_per_s
-        process.run(argv, env=_environment(Path(folder)), cwd=Path(folder), timeout_s=limit)
+        process.run(argv, env=_environment(Path(folder)), cwd=Path(folder), timeout_s=limit, foreign=True)
         timed, version = read_run(artifacts, requests, open_loop=rate_per_s is not None)
         return Driven(timed, version, tuple(argv))
 

@@ -9,6 +9,7 @@ the manifest's SHA-256 that ``verify --bundle`` prints.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from trtspec.artifact import tool_versions
-from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS
+from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS, TrtspecError
 from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
@@ -105,8 +106,18 @@ def recheck(folder: Path) -> Recheck:
 def _again(records: Records) -> tuple[dict[str, Check], str]:
     """The checks that the records give, by name, or why they give none."""
     try:
-        return {check.name: check for check in rejudge(records)}, ""
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sums over what is no number
+            return {check.name: check for check in rejudge(records)}, ""
+    except (
+        TrtspecError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         # Whatever is wrong with rows that somebody changed, it must end as a finding.
         return {}, f"its records cannot be judged: {type(error).__name__}: {error}"
 

@@ -16,6 +16,8 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +107,7 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
             "LC_ALL": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
         }
-        said: list[str] = []
+        said: deque[str] = deque(maxlen=process.TAIL_LINES)  # a program may print without end
         try:
             process.run(
                 [*alone, *python], env=environment, cwd=folder, timeout_s=limits.seconds, on_line=said.append
@@ -114,12 +116,12 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
             # What unshare says when it is ended with its child is not the program's own.
             own = [line for line in said if line != mark and not line.startswith("unshare: ")]
             return Outcome(False, _why(own, error))
-        if said == [mark]:
+        if list(said) == [mark]:
             return Outcome(True)
         return Outcome(False, "it ended before its last line")
 
 
-def _why(said: list[str], error: TrtspecError) -> str:
+def _why(said: Sequence[str], error: TrtspecError) -> str:
     if said:
         return said[-1]
     lines = str(error).splitlines()

@@ -26,7 +26,7 @@ from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.retrieval import judge_retrieval, measure_retrieval, needles
 from trtspec.verify.sandbox import isolated
 from trtspec.verify.settings import Settings
-from trtspec.verify.tasks import TASKS_FILE, Item, Scored, load_tasks, score_items, task_files
+from trtspec.verify.tasks import TASKS_FILE, Item, Scored, judge_command, load_tasks, score_items, task_files
 
 Stage = Callable[[str], Callable[[int, int], None]]
 
@@ -54,6 +54,8 @@ def plan_suite(settings: Settings, gates: Gates, tokenizer: Tokenizer, max_seq_t
     lm-evaluation-harness."""
     if settings.lm_eval:
         require_harness()
+    if settings.judge is not None:
+        judge_command(settings.judge)
     paths = task_files(settings.tasks)
     if gates.max_task_loss is not None and not paths and not settings.lm_eval:
         paths = [TASKS_FILE]

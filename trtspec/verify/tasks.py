@@ -32,7 +32,9 @@ import json
 import math
 import re
 import shlex
+import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +42,7 @@ from typing import Any, Literal, get_args
 
 from trtspec import process
 from trtspec.engine import Engine, Request
-from trtspec.errors import InputError, Problem
+from trtspec.errors import InputError, MissingError, Problem
 from trtspec.prompts import DATA_FOLDER, read_lines
 from trtspec.ruler import run
 from trtspec.text import Tokenizer
@@ -52,6 +54,7 @@ TASKS_FILE = DATA_FOLDER / "tasks.jsonl"
 BUILTIN = "builtin"
 """What --tasks is told instead of a file for :data:`TASKS_FILE`."""
 JUDGE_SECONDS = 300.0
+JUDGE_OUTPUT = 1_000_000
 CODE_LIMITS = Limits()
 _FIELDS = {
     *("id", "task", "kind", "prompt", "messages", "answer", "choices", "normalize", "extract", "ignore_case"),
@@ -389,19 +392,37 @@ def program_of(item: Item, output: str) -> str:
     return f"{code}\n\n{item.answers[0]}\n"
 
 
-def judged(command: str, item: Item, output: str) -> float:
-    """The score that the judge gives: ``command`` is run with the path of a JSON file (id, task, prompt,
-    answer, output) as its last argument, and its last line must be a number from 0 to 1.
-
-    Raises InputError for anything else, MissingError where there is no such program.
-    """
+def judge_command(command: str) -> list[str]:
+    """The words of the judge's command. InputError if there are none, MissingError without the program."""
     try:
         argv = shlex.split(command)
     except ValueError as error:
         raise InputError(Problem(f"not a command: {error}", key="--judge")) from None
     if not argv:
         raise InputError(Problem("is empty; give a command", key="--judge"))
-    said: list[str] = []
+    if shutil.which(argv[0]) is None:
+        raise MissingError(f"--judge: {argv[0]}: no such program; give its path, or install it")
+    return argv
+
+
+def judged(command: str, item: Item, output: str) -> float:
+    """The score that the judge gives: ``command`` is run with the path of a JSON file (id, task, prompt,
+    answer, output) as its last argument, and its last line must be a number from 0 to 1.
+
+    Raises InputError for anything else, MissingError where there is no such program.
+    """
+    argv = judge_command(command)
+    said: deque[str] = deque(maxlen=process.TAIL_LINES)
+    size = 0
+
+    def heard(line: str) -> None:
+        nonlocal size
+        said.append(line)
+        size += len(line) + 1
+        if size > JUDGE_OUTPUT:
+            message = f"item {item.id!r}: printed over {JUDGE_OUTPUT:,} characters; a number is enough"
+            raise InputError(Problem(message, key="--judge"))
+
     with tempfile.TemporaryDirectory(prefix="trtspec-judge-") as name:
         question = {
             "id": item.id,
@@ -412,7 +433,7 @@ def judged(command: str, item: Item, output: str) -> float:
         }
         path = Path(name) / "item.json"
         path.write_text(json.dumps(question, ensure_ascii=False), encoding="utf-8")
-        process.run([*argv, str(path)], timeout_s=JUDGE_SECONDS, on_line=said.append)
+        process.run([*argv, str(path)], timeout_s=JUDGE_SECONDS, on_line=heard, foreign=True)
     lines = [line for line in said if line.strip()]
     try:
         value = float(lines[-1])
