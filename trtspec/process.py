@@ -183,7 +183,8 @@ def run(
     (:func:`parse_progress`) to the end of the file ``log``. ``env`` replaces the environment.
 
     Raises InputError or MissingError with the child's own words when it exits with trtspec's code for
-    them (unless it is ``foreign``, whose codes mean something else), MissingError when the program does not exist, ChildFailed otherwise (also after ``timeout_s``).
+    them (not of a ``foreign`` program, whose codes mean something else), MissingError when the program does
+    not exist, ChildFailed otherwise (also after ``timeout_s``).
     On any exception, Ctrl-C included, the whole group is ended before the exception goes on.
     """
     name = _name(argv)
