@@ -127,6 +127,15 @@ def test_stops_cut_at_the_first():
 SECONDS = Limits(seconds=1.0)
 
 
+def test_a_program_that_multiplies_is_stopped_by_the_number_of_processes():
+    """Root is no exception: without the change of user, this makes all 1,500."""
+    child = "        time.sleep(8)\n        os._exit(0)\n"
+    program = "import os, time\nfor _ in range(1500):\n    if os.fork() == 0:\n" + child
+    outcome = run_code(program, SECONDS)
+    assert not outcome.passed
+    assert "Resource temporarily unavailable" in outcome.why
+
+
 @pytest.mark.parametrize(
     ("program", "why"),
     [

@@ -3,9 +3,9 @@
 What holds it: a process of its own in a new folder that is deleted afterwards, an environment without the
 user's variables, limits of the kernel (processor time, memory, file size, open files, processes, no core
 file), a deadline, output that goes to a limited file, and, where the kernel lets an ordinary user make them,
-namespaces of its own: no network interface, no other process to signal. What does not: it runs as this user,
-can read this user's files and write where this user may. It keeps accidents in; run models that you do not
-trust in a container besides.
+namespaces of its own: no network interface, no other process to signal. What does not: it runs as this user
+(as nobody, if this is root), can read this user's files and write where its user may. It keeps accidents in;
+run models that you do not trust in a container besides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from pathlib import Path
 from trtspec import process
 from trtspec.errors import TrtspecError
 
+# The kernel limits the number of processes of every user but root. So where this runs as root, the program
+# runs as "nobody", which keeps one capability (2, CAP_DAC_READ_SEARCH): to read, as root's Python may lie in
+# root's home.
 _BOOTSTRAP = """\
 import os, resource, runpy, sys
 mark, seconds, memory, size, processes = sys.argv[1], *map(int, sys.argv[2:6])
@@ -40,6 +43,18 @@ for limit, value in limits.items():
     hard = resource.getrlimit(limit)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (value, value))
+if os.geteuid() == 0:
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(8, 1, 0, 0, 0):  # PR_SET_KEEPCAPS
+        raise OSError(ctypes.get_errno(), "prctl")
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+    version = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    kept = (ctypes.c_uint32 * 6)(1 << 2, 1 << 2, 0, 0, 0, 0)
+    if libc.capset(version, kept):
+        raise OSError(ctypes.get_errno(), "capset")
 sys.argv = ["program.py"]
 try:
     runpy.run_path("program.py", run_name="__main__")
@@ -60,7 +75,7 @@ class Limits:
     file_bytes: int = 10_000_000
     """Of each file, its output included."""
     processes: int = 256
-    """Of this user, all together, where the user is not root."""
+    """Of this user, all together; of "nobody", if this user is root."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,9 @@ class Outcome:
 
     passed: bool
     why: str = ""
+
+
+_NOBODY = 65534
 
 
 @functools.cache
@@ -82,7 +100,14 @@ def isolated() -> bool:
     return True
 
 
-_ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+_ALONE = (
+    "unshare",
+    *(() if os.geteuid() == 0 else ("--map-root-user",)),
+    "--net",
+    "--pid",
+    "--fork",
+    "--kill-child",
+)
 
 
 def run_code(program: str, limits: Limits = Limits()) -> Outcome:
@@ -95,6 +120,8 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
         folder = Path(name)
         (folder / "program.py").write_bytes(program.encode(errors="replace"))
         (folder / "bootstrap.py").write_text(_BOOTSTRAP)
+        if os.geteuid() == 0:
+            os.chown(folder, _NOBODY, _NOBODY)
         mark = uuid.uuid4().hex
         numbers = (int(limits.seconds + 1), limits.memory_bytes, limits.file_bytes, limits.processes)
         python = [sys.executable, "-I", "-B", "bootstrap.py", mark, *map(str, numbers)]
