@@ -173,8 +173,10 @@ def test_a_16_bit_draft_that_is_gone_is_said(
 
 def test_a_dead_drafter_is_called_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = folder / "dead.yaml"
-    assert main(command(folder, folder / "never.yaml", "-o", str(output))) == 1
-    out = capsys.readouterr().out
+    svg = folder / "dead.svg"
+    assert main(command(folder, folder / "never.yaml", "-o", str(output), "--svg", str(svg))) == 1
+    out, err = capsys.readouterr()
+    assert svg.exists() or "dead.svg: not written; no position was drafted" in err
     assert "dead drafter: acceptance length 1.000" in out
     assert "not written; nothing was chosen" in out
     assert not output.exists()

@@ -8,7 +8,8 @@ import pytest
 from made import made_report
 
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.pitfalls import IDS, Status
+from trtspec.verify.i18n import speaker
+from trtspec.verify.pitfalls import IDS, Status, answer_pitfalls
 from trtspec.verify.report import pitfalls, to_json
 
 NGRAM = {"speculation": {"kind": "ngram"}}
@@ -144,3 +145,13 @@ def test_the_file_says_what_to_run():
     for one in to_json(made_report())["pitfalls"]:
         assert one["found"]
         assert bool(one["run"]) == (one["status"] == "open")
+
+
+def test_what_to_run_for_two_endpoints_is_a_command():
+    """The broken variant names them as the report does, "A against B", which no command takes."""
+    engine = "http://a:8000 against http://b:8001"
+    found = answer_pitfalls([], {}, {}, engine=engine, fidelity="strict")
+    told = [speaker("en")(one.run, engine=one.engine) for one in found if one.run]
+    assert told
+    assert not any("against http" in text for text in told)
+    assert any("verify --url http://a:8000 --baseline-url http://b:8001" in text for text in told)

@@ -119,6 +119,8 @@ def measure(
             written = changed
         if svg_file is not None and view.series:
             write_user_file(svg_file, svg(view).encode())
+        elif svg_file is not None:
+            click.echo(f"{svg_file}: not written; no position was drafted", err=True)
     except TrtspecError as error:
         unwritten = error
     if as_json and unwritten is None:

@@ -13,6 +13,7 @@ Why each misleads is derived in ``docs/math.md`` (acceptance length, round time,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,6 +94,9 @@ def answer_pitfalls(
     fidelity: str,
 ) -> tuple[Pitfall, ...]:
     """One answer for each of :data:`IDS`, in that order."""
+    endpoints = re.fullmatch(r"(https?://\S+) against (https?://\S+)", engine)
+    if endpoints is not None:  # as options, or what the answers tell to run would not be a command
+        engine = f"--url {endpoints[1]} --baseline-url {endpoints[2]}"
     known = _Known({check.name: check for check in checks}, recipe, settings, fidelity == "approximate")
     questions: dict[str, Callable[[_Known], _Answer]] = {
         "wrong-baseline": _wrong_baseline,
