@@ -168,6 +168,8 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, signum: signal.Signals, 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A suite under nohup, or in the background of a shell, ignores some of them, and children would too.
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
