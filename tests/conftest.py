@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Spinning OpenMP threads wait for threads that are not scheduled: with another busy process on the
@@ -13,6 +14,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
+
+# Under nohup, or in the background of a shell, these are ignored, by children too, and the tests of Ctrl-C
+# would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
