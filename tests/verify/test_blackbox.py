@@ -135,3 +135,11 @@ def test_engines(accept):
             required=True,
         )
     assert check.verdict is (Verdict.PASS if accept is rejection else Verdict.FAIL), check.summary
+
+
+@pytest.mark.parametrize("count", [7, 49, 110, 333])
+def test_an_engine_that_always_answers_alike_equals_itself(count: int) -> None:
+    """Sums of 1 / count round: a difference of 1e-17 instead of 0 once looked like a law of its own."""
+    one = [5, 9, 40, 22, 17, 8, 31, 3]
+    assert same_grams([one] * count, [one] * count, least=1e-4) == 1.0
+    assert same_grams([one] * count, [one] * (count + 3), least=1e-4) == 1.0

@@ -94,7 +94,8 @@ def same_grams(
     def statistic(signs: Any) -> Any:
         return ((signs @ counts) ** 2 / both).sum(-1)
 
-    signs = np.array([1.0 / len(left)] * len(left) + [-1.0 / len(right)] * len(right))
+    # a and b are frequencies; times both numbers of answers they are whole, so that equal ones differ by 0.
+    signs = np.array([float(len(right))] * len(left) + [-float(len(left))] * len(right))
     observed = float(statistic(signs)) * (1 - 1e-12)
     chance, most = np.random.default_rng(seed), min(int(np.ceil(2 / least)), _MOST)
     reached = tried = 0
