@@ -20,7 +20,7 @@ from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, skipped
 from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
@@ -184,7 +184,7 @@ def _not_shown() -> list[Check]:
         "quality": "an endpoint shows no probabilities of a given text: verify the engine's folder",
         "lossless_float64": "an endpoint does not compute in float64: verify the engine's folder",
     }
-    return [Check(name, Verdict.SKIPPED, reason, required=False) for name, reason in reasons.items()]
+    return [skipped(name, reason) for name, reason in reasons.items()]
 
 
 def _grown(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float] | None:

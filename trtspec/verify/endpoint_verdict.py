@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.stats import Interval, rate_upper_bound, ratio_of_sums, times_faster
-from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.load import CLOCK_SLACK, DEFINITION
 from trtspec.verify.records import Records, Row
 
@@ -230,7 +230,7 @@ def _counter(rows: Sequence[Row], max_new_tokens: int) -> Check:
     name, wrong = "token_counter", []
     counted = [row for row in rows if row["tokens"] is not None and not row["error"]]
     if not counted:
-        return Check(name, Verdict.SKIPPED, "neither endpoint says how many tokens it sent", required=False)
+        return skipped(name, "neither endpoint says how many tokens it sent")
     for row in counted:
         where = f"{row['side']}: {row['request_id']}"
         if row["token_ids"] is not None and row["tokens"] != len(row["token_ids"]):
@@ -300,7 +300,7 @@ def _acceptance(
 ) -> Check:
     found = _length_of(rows, "url", counters.get("url"))
     if isinstance(found, str):
-        return Check("acceptance", Verdict.SKIPPED, found, required=False)
+        return skipped("acceptance", found)
     value, interval, source, requests = found
     totals = [
         (row["drafted"], row["accepted"])
@@ -346,7 +346,7 @@ def _baseline_plain(rows: Sequence[Row], counters: Mapping[str, Mapping[str, flo
         drafts = (counters.get("baseline") or {}).get("drafts")
         if drafts == 0:
             return Check(name, Verdict.MEASURED, "the baseline's counters say that it drafts nothing", False)
-        return Check(name, Verdict.SKIPPED, found, required=False)
+        return skipped(name, found)
     if found[0] > 1 + 1e-3:
         text = f"the baseline speculates: {found[0]:.2f} tokens a step; no comparison with it shows a speedup"
         return Check(name, Verdict.ERROR, text, required=True, measured=found[0])
@@ -370,7 +370,7 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
     required = bound is not None
     if len(kept) < 2 or unequal > len(kept):
         reason = f"unequal work: {unequal} prompts with answers of unequal length, {len(kept)} of equal"
-        return Check("speedup", Verdict.SKIPPED, reason, required=required)
+        return skipped("speedup", reason, required)
     seconds = {
         side: [[runs[side][number][key]["seconds"] for number in range(rounds)] for key in kept]
         for side in SIDES

@@ -76,6 +76,11 @@ def raw_as_records(check: Check) -> Check:
     return replace(check, evidence=evidence, records=Records(judge, {}, {"raw": [raw]}))
 
 
+def skipped(name: str, reason: str, required: bool = False) -> Check:
+    """A check that was not made, and why."""
+    return Check(name, Verdict.SKIPPED, reason, required=required)
+
+
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:
     """Where an interval lies relative to a bound."""
     low, high = interval

@@ -27,7 +27,7 @@ from trtspec.ruler import max_draft
 from trtspec.stats import ratio_of_sums, times_faster
 from trtspec.trtllm.opening import installed
 from trtspec.verify.blackbox import draw_answers, judge_blackbox, planned_answers
-from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.labels import recipe_labels
 from trtspec.verify.load import DEAD_LENGTH, DEFINITION
 from trtspec.verify.lossless import requests_for
@@ -109,13 +109,13 @@ def check_gpu(
     checks = [_lossless(found, lossless, speculates=speculates, required=gates.lossless)]
     if fidelity(recipe) == "approximate":
         reason = f"what approximate acceptance samples is judged by scores, which are not there; {ELSEWHERE}"
-        checks.append(_skipped("approximate", reason, True))
+        checks.append(skipped("approximate", reason, True))
     if speculates:
         reason = "TensorRT-LLM does not compute in float64"
-        checks.append(_skipped(f"{lossless}_float64", reason, False))
+        checks.append(skipped(f"{lossless}_float64", reason, False))
         missing = undrawn or found.missing.get("no_speculation", "")
         checks.append(
-            _skipped("sampled", missing, False)
+            skipped("sampled", missing, False)
             if missing
             else judge_blackbox(
                 reference=found.drawn["no_speculation"],
@@ -134,7 +134,7 @@ def check_gpu(
         )
     else:
         reason = "the recipe does not speculate"
-        checks.append(_skipped("acceptance", reason, gates.min_acceptance_length is not None))
+        checks.append(skipped("acceptance", reason, gates.min_acceptance_length is not None))
     over: Variant = "baseline" if quantizes else "no_speculation"
     checks.append(_speed(found, "speedup", "no_speculation", gates.min_speedup))
     if quantizes or gates.min_speedup_over_baseline is not None:
@@ -198,7 +198,7 @@ def _lossless(found: _Found, name: str, *, speculates: bool, required: bool) -> 
     plain = found.measured.get("no_speculation")
     if plain is None:
         reason = f"not compared: {found.missing['no_speculation']}"
-        return _skipped(name, reason, required)
+        return skipped(name, reason, required)
     floor = (plain.alone, plain.together)
     accepted = [one.accepted for one in mine.together]
     drafts = None if None in accepted else sum(count for count in accepted if count)
@@ -276,9 +276,9 @@ def completions_from(rows: Sequence[Row]) -> list[Completion]:
 
 def _quality(*, quantizes: bool, required: bool) -> Check:
     if not quantizes:
-        return _skipped("quality", "nothing is quantized: the target is the 16-bit baseline", False)
+        return skipped("quality", "nothing is quantized: the target is the 16-bit baseline", False)
     reason = f"perplexity needs scores, which TensorRT-LLM does not give here; {ELSEWHERE}"
-    return _skipped("quality", reason, required)
+    return skipped("quality", reason, required)
 
 
 def check_acceptance(
@@ -297,7 +297,7 @@ def check_acceptance(
         reason = (
             f"TensorRT-LLM did not tell the steps of {len(answers) - len(known)} of {len(answers)} requests"
         )
-        return _skipped("acceptance", reason, bound is not None)
+        return skipped("acceptance", reason, bound is not None)
     tokens = [float(len(one.tokens)) for one, _ in known]
     length, interval = ratio_of_sums(tokens, [float(steps) for _, steps in known])
     drafted = [one.drafted for one in answers if one.drafted is not None]
@@ -367,7 +367,7 @@ def _speed(found: _Found, name: str, over: Variant, bound: float | None) -> Chec
     mine, other = found.measured["recipe"], found.measured.get(over)
     if other is None:
         reason = found.missing.get(over, "the recipe does not speculate")
-        return _skipped(name, reason, bound is not None)
+        return skipped(name, reason, bound is not None)
     return check_speed(name, mine.seconds, other.seconds, tokens=(mine.tokens, other.tokens), bound=bound)
 
 
@@ -410,7 +410,3 @@ def check_speed(
             },
         ),
     )
-
-
-def _skipped(name: str, reason: str, required: bool) -> Check:
-    return Check(name, Verdict.SKIPPED, reason, required=required)

@@ -21,7 +21,7 @@ from trtspec.recipe import Recipe
 from trtspec.ruler import acceptance_length, max_draft, run
 from trtspec.stats import times_faster
 from trtspec.text import Tokenizer
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.load import Contender
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, answers_from, rows_of
@@ -204,7 +204,7 @@ def check_loads(
     over, other = ("baseline", baseline) if mine is plain else ("no_speculation", plain)
     if other is mine:
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
-        return Check("speedup_by_load", Verdict.SKIPPED, reason, required=False)
+        return skipped("speedup_by_load", reason)
     contenders = Contender("recipe", mine, max_draft(recipe.speculation)), Contender(over, other, 0)
     stage = "speedup_by_load: each length, task, language and batch"
     on_progress(stage, 0, 0)

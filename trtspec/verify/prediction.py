@@ -29,7 +29,7 @@ from typing import Any
 from trtspec.engine import Engine, Request
 from trtspec.ruler import Answer
 from trtspec.stats import times_faster
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.load import Race
 from trtspec.verify.records import Records, Row
 
@@ -225,7 +225,7 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
 
 
 def _skipped(reason: str) -> Check:
-    return Check(NAME, Verdict.SKIPPED, reason, required=False)
+    return skipped(NAME, reason)
 
 
 def _sum(step: _Step) -> float:

@@ -21,7 +21,7 @@ from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, offer_of, speller, why_no_exact_run
-from trtspec.verify.gates import Check, Verdict, raw_as_records
+from trtspec.verify.gates import Check, raw_as_records, skipped
 from trtspec.verify.gpu import ELSEWHERE, check_gpu, gpu_record
 from trtspec.verify.load import (
     Contender,
@@ -90,7 +90,7 @@ def verify(
         stop_tokens = tokenizer.eos_token_ids
         checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=LOSSLESS[label])
         if settings.load is not None:
-            checks.append(_skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", False))
+            checks.append(skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", False))
         checks += skipped_suite(recipe.gates, settings, f"needs scores, which are not there; {ELSEWHERE}")
         return _report(built, settings, prompts, checks, argv, began, created)
     plan = plan_suite(settings, recipe.gates, tokenizer, recipe.limits.max_seq_tokens)
@@ -141,7 +141,7 @@ def verify(
         )
         checks.insert(at + 1, exact.check)
     elif excuse:
-        checks.insert(1, _skipped(exact_name, excuse, False))
+        checks.insert(1, skipped(exact_name, excuse, False))
     return _report(built, settings, prompts, checks, argv, began, created)
 
 
@@ -383,9 +383,9 @@ def _measure(
             )
     else:
         reason = "nothing is quantized: the target is the 16-bit baseline"
-        checks.append(_skipped("quality", reason, False))
+        checks.append(skipped("quality", reason, False))
         of_laws = ("max_mean_kl", "max_p99_kl", "min_same_top_token")
-        checks += [_skipped(one[4:], reason, True) for one in of_laws if getattr(gates, one) is not None]
+        checks += [skipped(one[4:], reason, True) for one in of_laws if getattr(gates, one) is not None]
 
     if speculates:
         checks.append(
@@ -408,7 +408,7 @@ def _measure(
         )
     else:
         reason = "the recipe does not speculate"
-        checks.append(_skipped("acceptance", reason, gates.min_acceptance_length is not None))
+        checks.append(skipped("acceptance", reason, gates.min_acceptance_length is not None))
     checks += _speed_checks(built, engines, prompts, identity, settings, stage)
     return checks, identity.speculative.answers
 
@@ -456,7 +456,7 @@ def _speed_checks(
         checks.append(check_prediction(result, steps, identity.speculative.answers))
     else:
         reason = "the recipe does not speculate"
-        checks.append(_skipped("speedup", reason, gates.min_speedup is not None))
+        checks.append(skipped("speedup", reason, gates.min_speedup is not None))
     bound = gates.min_speedup_over_baseline
     if result is not None and (quantizes or bound is not None):
         # Without quantization the baseline is the engine without speculation itself.
@@ -466,9 +466,5 @@ def _speed_checks(
         )
     elif bound is not None:
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
-        checks.append(_skipped("speedup_over_baseline", reason, True))
+        checks.append(skipped("speedup_over_baseline", reason, True))
     return checks
-
-
-def _skipped(name: str, reason: str, required: bool) -> Check:
-    return Check(name, Verdict.SKIPPED, reason, required=required)

@@ -9,7 +9,7 @@ from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import max_draft, run
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, skipped
 from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.sampled import check_sampled
@@ -30,7 +30,7 @@ def sampled_checks(
     """
     strict, speculates = fidelity(recipe) == "strict", engine is not plain
     if not speculates:
-        return [_skipped("sampled", "the recipe does not speculate", False)]
+        return [skipped("sampled", "the recipe does not speculate", False)]
     draft_limit, required = max_draft(recipe.speculation), recipe.gates.lossless
 
     def progress(stage: str) -> Callable[[int, int], None]:
@@ -46,7 +46,7 @@ def sampled_checks(
         seconds = _seconds(plain, prompts, settings, recipe)
         if seconds > limit:
             reason = f"would take about {seconds:.0f} s, more than a quick run has; --sampled runs it"
-    checks = [_skipped("sampled", reason, False)] if reason else []
+    checks = [skipped("sampled", reason, False)] if reason else []
     if not reason:
         checks = [
             check_sampled(
@@ -83,7 +83,3 @@ def _seconds(plain: Engine, prompts: Sequence[Prompt], settings: Settings, recip
     answers = -(-settings.sampled_tokens // settings.max_new_tokens)
     batches = -(-answers // recipe.limits.max_batch_size)
     return step_s * (2 * 2.5 * batches * settings.max_new_tokens + 2 * 2 * answers)
-
-
-def _skipped(name: str, reason: str, required: bool) -> Check:
-    return Check(name, Verdict.SKIPPED, reason, required=required)

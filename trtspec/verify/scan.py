@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trtspec.stats import ratio_of_sums
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.records import Records, Row
 
 NAME = "draft_scan"
@@ -106,7 +106,7 @@ def judge_scan(
 
 def no_scan(reason: str) -> Check:
     """The check where nothing could be scanned."""
-    return Check(NAME, Verdict.SKIPPED, reason, required=False)
+    return skipped(NAME, reason)
 
 
 def _finite(interval: Sequence[float]) -> bool:
