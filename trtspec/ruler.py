@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from trtspec.engine import Engine, FinishReason, Output, Request
 from trtspec.recipe import NgramSpeculation, NoSpeculation, Speculation
 
+OnProgress = Callable[[str, int, int], None]
+"""Gets (stage, done, total)."""
 _MAX_CONTRADICTIONS = 20
 
 
@@ -59,6 +61,24 @@ class _Books:
     drafted: int = 0
     accepted: int = 0
     finish_reason: FinishReason | None = None
+
+
+def stage_of(on_progress: OnProgress, name: str) -> Callable[[int, int], None]:
+    """Begin the stage ``name``; what is returned gets (done, total) of it."""
+    on_progress(name, 0, 0)
+    return lambda done, total: on_progress(name, done, total)
+
+
+def counter(on_progress: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """What counts one more of ``total`` at each call, such as ``on_answer`` of :func:`run`."""
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    return advance
 
 
 def max_draft(speculation: Speculation) -> int | None:

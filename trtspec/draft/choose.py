@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median_low
 from typing import Any
 
@@ -63,6 +64,7 @@ from trtspec.recipe import (
     Speculation,
 )
 from trtspec.recipe_facts import tree_nodes
+from trtspec.ruler import counter
 from trtspec.stats import ratio_of_sums
 from trtspec.text import Tokenizer
 
@@ -252,13 +254,7 @@ def choose(
     if isinstance(speculation, LookaheadSpeculation):
         return _choose_window(cell, speculation, prompts, max_new_tokens, on_progress)
     stop_tokens = Tokenizer.load(cell.artifact.target_dir).eos_token_ids
-    done = 0
-
-    def on_answer() -> None:
-        nonlocal done
-        done += 1
-        on_progress("a large draft behind every token", done, len(prompts))
-
+    on_answer = counter(partial(on_progress, "a large draft behind every token"), len(prompts))
     timed = _median_prompt(prompts)
     with contextlib.closing(open_cell(cell.artifact, verified=False, **_probing(speculation))) as engine:
         medusa = engine._drafter if isinstance(engine._drafter, MedusaDrafter) else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from trtspec.recipe import (
 )
 from trtspec.recipe_facts import drafted_positions
 from trtspec.recipe_file import load_recipe, recipe_digest
-from trtspec.ruler import Answer, run
+from trtspec.ruler import Answer, counter, run
 from trtspec.text import Tokenizer
 from trtspec.user_files import read_user_text
 
@@ -263,13 +264,7 @@ def measure_cell(
     if cell.why_not is not None:
         raise MissingError(cell.why_not)
     stop_tokens = Tokenizer.load(cell.artifact.target_dir).eos_token_ids
-    done = 0
-
-    def on_answer() -> None:
-        nonlocal done
-        done += 1
-        on_progress(cell.name, done, len(prompts))
-
+    on_answer = counter(partial(on_progress, cell.name), len(prompts))
     learned = is_learned(cell.artifact.recipe.speculation)
     with contextlib.closing(open_cell(cell.artifact, **changes)) as engine:
         on_progress(cell.name, 0, len(prompts))

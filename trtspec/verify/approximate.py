@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from trtspec.engine import Engine, Request, Sampling
 from trtspec.prompts import Prompt
-from trtspec.ruler import Answer, Run, acceptance_length, run
+from trtspec.ruler import Answer, Run, acceptance_length, counter, run
 from trtspec.stats import Array, Interval, bootstrap
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.records import Records, Row, answers_from, rows_of
@@ -169,13 +169,7 @@ def check_approximate(
         temperature=temperature,
         stop_tokens=stop_tokens,
     )
-    done, total = 0, 4 * len(requests)
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
-
+    advance = counter(on_progress, 4 * len(requests))
     runs = (
         run(approximate, requests, draft_limit=draft_limit, on_answer=advance),
         run(plain, requests, draft_limit=0, on_answer=advance),

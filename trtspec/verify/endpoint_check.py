@@ -16,6 +16,7 @@ from typing import Any
 
 from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_now
 from trtspec.prompts import PROMPTS_FILE, Chat
+from trtspec.ruler import OnProgress
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
@@ -26,7 +27,6 @@ from trtspec.verify.records import Row
 from trtspec.verify.report import Report
 
 _MOST_MARGINS = 40
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

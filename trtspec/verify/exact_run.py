@@ -14,7 +14,7 @@ from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.recipe import NoSpeculation
 from trtspec.recipe_facts import fidelity
-from trtspec.ruler import Answer, acceptance_within, max_draft
+from trtspec.ruler import Answer, OnProgress, acceptance_within, max_draft, stage_of
 from trtspec.text import Tokenizer
 from trtspec.verify.lossless import Identity, check_lossless
 from trtspec.verify.near_misses import Drafts
@@ -55,15 +55,14 @@ def exact_run(
     prompts: Sequence[Prompt],
     tokenizer: Tokenizer,
     settings: Settings,
-    on_progress: Callable[[str, int, int], None],
+    on_progress: OnProgress,
 ) -> Identity:
     """Identity in float64, where rounding excuses nothing, with near misses among the drafts."""
     recipe = built.recipe
     limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
     small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
     name = f"{LOSSLESS[fidelity(recipe)]}_float64"
-    stage = f"{name}: the same in float64, with near misses as drafts"
-    on_progress(stage, 0, 0)
+    progress = stage_of(on_progress, f"{name}: the same in float64, with near misses as drafts")
     with contextlib.ExitStack() as stack:
         plain, speculative = (
             stack.enter_context(contextlib.closing(open_engine(small, variant, dtype="float64")))
@@ -84,7 +83,7 @@ def exact_run(
             noise_texts=0,
             offer=offer_of(speculative),
             spell=speller(tokenizer),
-            on_progress=lambda done, total: on_progress(stage, done, total),
+            on_progress=progress,
         )
 
 

@@ -9,7 +9,7 @@ memory, so the variants run one after another, and speeds are not interleaved.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from trtspec.probes import collect
 from trtspec.prompts import Prompt
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity
-from trtspec.ruler import max_draft
+from trtspec.ruler import OnProgress, max_draft
 from trtspec.stats import ratio_of_sums, times_faster
 from trtspec.trtllm.opening import installed
 from trtspec.verify.blackbox import draw_answers, judge_blackbox, planned_answers
@@ -34,7 +34,6 @@ from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, rows_of
 from trtspec.verify.settings import Settings
 
-OnProgress = Callable[[str, int, int], None]
 ELSEWHERE = (
     "quality and losslessness belong to weights and drafter, not to the GPU: verify the recipe of "
     "trtspec migrate RECIPE --to embedded"

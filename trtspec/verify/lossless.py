@@ -28,7 +28,7 @@ from typing import Any
 
 from trtspec.engine import Engine, Request
 from trtspec.prompts import Prompt
-from trtspec.ruler import Answer, Run, run
+from trtspec.ruler import Answer, Run, counter, run
 from trtspec.stats import quantile
 from trtspec.verify.gates import Check
 from trtspec.verify.lossless_verdict import (
@@ -252,13 +252,7 @@ def check_lossless(
     alone = requests if not speculates else requests[:floor_prompts]
     total = 2 * len(requests) + len(alone) + min(noise_texts, len(prompts)) * len(rows)
     total += 0 if offer is None else 2 * len(requests)
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
-
+    advance = counter(on_progress, total)
     reference = run(plain, requests, draft_limit=0, on_answer=advance)
     singles = [run(plain, [request], draft_limit=0, on_answer=advance) for request in alone]
     one_by_one = [single.answers[0] for single in singles]

@@ -31,7 +31,7 @@ from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.modelspec import read_modelspec
 from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 from trtspec.recipe import ExactAcceptance, NoSpeculation, Quantization, Recipe, Speculation
-from trtspec.ruler import max_draft, run
+from trtspec.ruler import OnProgress, max_draft, run, stage_of
 from trtspec.text import Tokenizer
 from trtspec.user_files import read_user_json, write_user_file
 from trtspec.verify.load import Contender, race, race_rows
@@ -40,7 +40,6 @@ from trtspec.verify.matrix_verdict import DRAFTERS, EXTRA, FORMATS, Matrix
 from trtspec.verify.records import Row, rows_of
 
 _HEADS = {"medusa": ("medusa",), "eagle": ("eagle", "eagle3")}
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,8 @@ def run_matrix(
         def raced(
             name: str = name, cells: Mapping[str, Artifact] = cells, built: Artifact = built
         ) -> list[dict[str, Any]]:
-            stage = f"{name}: race of {len(cells)} drafters"
-            on_progress(stage, 0, 0)
-            return _race(name, cells, plain, prompts, settings, lambda d, t: on_progress(stage, d, t))
+            progress = stage_of(on_progress, f"{name}: race of {len(cells)} drafters")
+            return _race(name, cells, plain, prompts, settings, progress)
 
         runs += state.part(f"race-{name}", raced)
     return Matrix(tuple(answers), tuple(tokens), tuple(runs), skipped), plain

@@ -18,7 +18,7 @@ from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem
 from trtspec.prompts import DATA_FOLDER, HELDOUT_FILE, PROMPTS_FILE, Chat, Prompt, load_chats, read_lines
 from trtspec.recipe import Recipe
-from trtspec.ruler import acceptance_length, max_draft, run
+from trtspec.ruler import acceptance_length, max_draft, run, stage_of
 from trtspec.stats import times_faster
 from trtspec.text import Tokenizer
 from trtspec.verify.gates import Check, Verdict, skipped
@@ -206,11 +206,8 @@ def check_loads(
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
         return skipped("speedup_by_load", reason)
     contenders = Contender("recipe", mine, max_draft(recipe.speculation)), Contender(over, other, 0)
-    stage = "speedup_by_load: each length, task, language and batch"
-    on_progress(stage, 0, 0)
-    rows = measure_loads(
-        contenders, plan, settings, stop_tokens, lambda done, total: on_progress(stage, done, total)
-    )
+    progress = stage_of(on_progress, "speedup_by_load: each length, task, language and batch")
+    rows = measure_loads(contenders, plan, settings, stop_tokens, progress)
     return judge_loads(
         rows,
         name=contenders[0].name,

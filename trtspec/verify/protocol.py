@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
@@ -15,7 +16,7 @@ from trtspec.engine import Engine
 from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity, is_for_gpu
-from trtspec.ruler import Answer, max_draft, run
+from trtspec.ruler import Answer, OnProgress, max_draft, run, stage_of
 from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
@@ -43,7 +44,6 @@ from trtspec.verify.settings import Settings
 from trtspec.verify.suite import Plan, Side, check_suite, plan_suite, skipped_suite
 from trtspec.verify.tasks import task_files
 
-OnProgress = Callable[[str, int, int], None]
 Say = Callable[[str], None]
 
 BY_URL = "serve both variants and give --url and --baseline-url"
@@ -226,8 +226,6 @@ def _approximate(
     on_progress: OnProgress,
 ) -> list[Check]:
     """What is judged instead of losslessness where acceptance is approximate."""
-    stage = "approximate: sampled answers with and without drafts, scored by the target"
-    on_progress(stage, 0, 0)
     return check_approximate(
         engines.recipe,
         engines.plain,
@@ -238,7 +236,9 @@ def _approximate(
         stop_tokens=tokenizer.eos_token_ids,
         draft_limit=max_draft(recipe.speculation),
         margin=recipe.gates.max_perplexity_ratio,
-        on_progress=lambda done, total: on_progress(stage, done, total),
+        on_progress=stage_of(
+            on_progress, "approximate: sampled answers with and without drafts, scored by the target"
+        ),
     )
 
 
@@ -255,10 +255,7 @@ def _suite(
 ) -> list[Check]:
     """Quality beyond perplexity: the recipe's engine against the 16-bit one without speculation."""
 
-    def stage(name: str) -> Callable[[int, int], None]:
-        on_progress(name, 0, 0)
-        return lambda done, total: on_progress(name, done, total)
-
+    stage = partial(stage_of, on_progress)
     return check_suite(
         plan,
         Side(engines.recipe, engines.plain, max_draft(recipe.speculation)),
@@ -335,10 +332,7 @@ def _measure(
     quantizes = engines.baseline is not engines.plain
     draft_limit = max_draft(recipe.speculation)
 
-    def stage(name: str) -> Callable[[int, int], None]:
-        on_progress(name, 0, 0)
-        return lambda done, total: on_progress(name, done, total)
-
+    stage = partial(stage_of, on_progress)
     what = "greedy answers token by token" if speculates else "batching against batch 1"
     identity = check_lossless(
         engines.recipe,

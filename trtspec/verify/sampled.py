@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from trtspec.engine import Engine, Request, Sampling
 from trtspec.prompts import Prompt
-from trtspec.ruler import Answer, Run, acceptance_length, run
+from trtspec.ruler import Answer, Run, acceptance_length, counter, run
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.power import SUITE_ALPHA, draws_needed, holm, least_bias, scipy_stats
 
@@ -220,13 +220,7 @@ def check_sampled(
     """Draw at least ``tokens`` tokens with drafts and as many without, score both by ``plain`` (the same
     weights without drafts) and judge. ``bias``: see :func:`judge_sampled`."""
     answers = -(-tokens // max_new_tokens)
-    done, total = 0, 4 * answers
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
-
+    advance = counter(on_progress, 4 * answers)
     runs: list[Run] = []
     scored: list[list[Drawn]] = []
     for number, (one, limit) in enumerate(((engine, draft_limit), (plain, 0))):

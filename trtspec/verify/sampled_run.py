@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_facts import fidelity
-from trtspec.ruler import max_draft, run
+from trtspec.ruler import max_draft, run, stage_of
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.lossless import requests_for
@@ -33,10 +34,7 @@ def sampled_checks(
         return [skipped("sampled", "the recipe does not speculate", False)]
     draft_limit, required = max_draft(recipe.speculation), recipe.gates.lossless
 
-    def progress(stage: str) -> Callable[[int, int], None]:
-        on_progress(stage, 0, 0)
-        return lambda done, total: on_progress(stage, done, total)
-
+    progress = partial(stage_of, on_progress)
     reason = ""
     if not strict:
         reason = "the acceptance is approximate: the checks of its own judge what it samples"

@@ -15,7 +15,7 @@ from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem
 from trtspec.prompts import Prompt
 from trtspec.recipe import Gates
-from trtspec.ruler import Answer, run
+from trtspec.ruler import Answer, counter, run
 from trtspec.text import Tokenizer
 from trtspec.verify.degenerate import degenerate_rows, degeneration, judge_degenerate
 from trtspec.verify.gates import Check, Verdict
@@ -89,7 +89,7 @@ def check_tasks(
     """The checks ``task:NAME``, one a task, and a row of :func:`degenerate_rows` for each pair of answers."""
     rows: list[Row] = []
     if plan.items:
-        advance = _counter(stage("tasks: answers that can be checked"), 2 * len(plan.items))
+        advance = counter(stage("tasks: answers that can be checked"), 2 * len(plan.items))
         mine, theirs = (
             score_items(
                 plan.items,
@@ -105,7 +105,7 @@ def check_tasks(
         stops = tokenizer.eos_token_ids
         rows += [_row(*one, stops) for one in zip(plan.items, mine, theirs, strict=True)]
     if plan.harness:
-        advance = _counter(stage("tasks of lm-evaluation-harness"), 0)
+        advance = counter(stage("tasks of lm-evaluation-harness"), 0)
         ours, others = (
             run_harness(
                 plan.harness,
@@ -160,7 +160,7 @@ def check_suite(
     mine = [answer.tokens for answer in answers]
     rows: list[Row] = []
     if target.scorer is not baseline.scorer:
-        advance = _counter(stage("degenerate_text: the baseline's answers to the same prompts"), len(prompts))
+        advance = counter(stage("degenerate_text: the baseline's answers to the same prompts"), len(prompts))
         requests = requests_for(prompts, settings.max_new_tokens, stops)
         others = run(baseline.writer, requests, draft_limit=0, on_answer=advance).answers
         rows += degenerate_rows("greedy", ids, mine, [answer.tokens for answer in others], stops)
@@ -283,14 +283,3 @@ def skipped_suite(gates: Gates, settings: Settings, reason: str) -> list[Check]:
         for name, bound in wanted.items()
         if bound is not None or asked.get(name)
     ]
-
-
-def _counter(progress: Callable[[int, int], None], total: int) -> Callable[[], None]:
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    return advance
