@@ -24,11 +24,11 @@ from trtspec.errors import InputError, MissingError, Problem
 from trtspec.hardware import Gpu
 from trtspec.model_source import find_model
 from trtspec.recipe import MedusaSpeculation, Recipe, TensorrtBackend
+from trtspec.recipe_facts import is_quantized
 from trtspec.recipe_file import lint
 from trtspec.trtllm.draft_weights import inspect_draft_weights
 from trtspec.trtllm.facts import load_facts
 from trtspec.trtllm.lint import models_of, with_gpu_rules
-from trtspec.trtllm.llm_api import is_quantized
 from trtspec.trtllm.plan import Paths, TrtllmPlan, choose_version, label, plan_commands
 from trtspec.trtllm.script import EXAMPLES_DIR, render_script
 from trtspec.user_files import read_user_json

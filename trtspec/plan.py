@@ -39,7 +39,6 @@ from trtspec.plan_inputs import (
     find_draft,
     find_heads,
     hashed,
-    is_quantized,
     model_files,
     resolve_calibration,
 )
@@ -49,7 +48,7 @@ from trtspec.recipe import (
     Recipe,
     TensorrtBackend,
 )
-from trtspec.recipe_facts import is_for_gpu
+from trtspec.recipe_facts import is_for_gpu, is_quantized
 from trtspec.recipe_file import lint, load_recipe, parse_recipe
 
 if TYPE_CHECKING:

@@ -23,11 +23,10 @@ from trtspec.recipe import (
     EagleSpeculation,
     MedusaSpeculation,
     NgramSpeculation,
-    NoQuantization,
     Quantization,
     Recipe,
 )
-from trtspec.recipe_facts import is_for_gpu
+from trtspec.recipe_facts import is_for_gpu, is_quantized
 from trtspec.text import Tokenizer, same_tokenizer
 from trtspec.user_files import open_user_file, user_path
 
@@ -65,11 +64,6 @@ class CorpusFile:
     sha256: str
     min_ngram: int
     min_count: int
-
-
-def is_quantized(quantization: Quantization) -> bool:
-    """Whether the target's folder differs from the source: weights or KV cache are quantized."""
-    return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -13,8 +13,10 @@ from trtspec.recipe import (
     ExactAcceptance,
     LookaheadSpeculation,
     MedusaSpeculation,
+    NoQuantization,
     NoSpeculation,
     PytorchBackend,
+    Quantization,
     Recipe,
     RejectionAcceptance,
     Speculation,
@@ -61,6 +63,11 @@ CONCURRENCY_VERSIONS = {
 one-model path of EAGLE-3 with TensorRT-LLM pull request 10860."""
 MEDUSA_DEFAULT_NODES = 63
 """Paths of the default Medusa tree of TensorRT-LLM (mc_sim_7b_63)."""
+
+
+def is_quantized(quantization: Quantization) -> bool:
+    """Whether what runs differs from the 16-bit source: weights or KV cache are quantized."""
+    return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
 
 
 def is_for_gpu(recipe: Recipe) -> bool:

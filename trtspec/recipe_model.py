@@ -221,6 +221,11 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
         return None
 
 
+def differing_tokens(target: Mapping[str, int], draft: Mapping[str, int]) -> list[str]:
+    """The draft's tokens that the target lacks or counts otherwise."""
+    return [token for token, index in draft.items() if target.get(token) != index]
+
+
 # --------------------------------------------------------------------------- the rules
 
 
@@ -259,8 +264,7 @@ def _vocabularies(recipe: Recipe, found: Look) -> Iterator[Finding]:
                 "they belong to different models, download it again",
             )
     if len(vocabularies) == 2:
-        target, draft = vocabularies
-        differing = [token for token, index in draft.items() if target.get(token) != index]
+        differing = differing_tokens(*vocabularies)
         if differing:
             yield (
                 ("speculation", "model", "source"),

@@ -38,6 +38,7 @@ from trtspec.recipe_facts import (
     SPECULATION_ON,
     drafted_positions,
     fidelity,
+    is_quantized,
     longest_acceptance,
     paged_context_off,
     tree_nodes,
@@ -606,7 +607,7 @@ def _speedup_over_itself(recipe: Recipe) -> Iterator[Finding]:
             ("gates", "min_speedup"),
             "measures what speculation gains, and speculation is none; remove it, or choose a method",
         )
-    plain = recipe.quantization.kind == "none" and recipe.quantization.kv_cache == "none"
+    plain = not is_quantized(recipe.quantization)
     if plain and gates.min_speedup_over_baseline is not None:
         yield (
             ("gates", "min_speedup_over_baseline"),

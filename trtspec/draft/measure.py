@@ -37,7 +37,7 @@ from trtspec.recipe import (
     Recipe,
     Speculation,
 )
-from trtspec.recipe_facts import drafted_positions
+from trtspec.recipe_facts import drafted_positions, is_quantized
 from trtspec.recipe_file import load_recipe, recipe_digest
 from trtspec.ruler import Answer, counter, run
 from trtspec.text import Tokenizer
@@ -164,7 +164,7 @@ def cells(artifact: Artifact) -> list[Cell]:
         targets.insert(0, ("16 bit", replace(artifact, recipe=plain, target_dir=artifact.baseline_dir)))
     found = []
     for target, one in targets:
-        if isinstance(speculation, DraftModelSpeculation) and _is_quantized(speculation):
+        if isinstance(speculation, DraftModelSpeculation) and is_quantized(speculation.quantization):
             folder = _draft_source(artifact)
             changed = speculation.model_copy(update={"quantization": _SIXTEEN})
             own = replace(
@@ -175,10 +175,6 @@ def cells(artifact: Artifact) -> list[Cell]:
             found.append(Cell(target, "16 bit", own, None if isinstance(folder, Path) else folder))
         found.append(Cell(target, "as in the recipe", one))
     return found
-
-
-def _is_quantized(speculation: DraftModelSpeculation) -> bool:
-    return speculation.quantization.kind != "none" or speculation.quantization.kv_cache != "none"
 
 
 def _draft_source(artifact: Artifact) -> Path | str:

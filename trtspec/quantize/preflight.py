@@ -18,7 +18,8 @@ from trtspec.folders import refuse_existing
 from trtspec.model_check import check_model_folder
 from trtspec.modelspec import ModelSpec, linear_modules
 from trtspec.quantize import calibration
-from trtspec.recipe import NoQuantization, Quantization
+from trtspec.recipe import Quantization
+from trtspec.recipe_facts import is_quantized
 from trtspec.recipe_model import excluded_modules, group_findings, module_findings
 from trtspec.recipe_yaml import dotted
 from trtspec.tensor_headers import TensorHeader, read_tensor_headers
@@ -58,7 +59,7 @@ def check(model_dir: Path, out_dir: Path, quantization: Quantization, device: st
     packages, memory, disk or GPU.
     """
     refuse_existing(out_dir)
-    if isinstance(quantization, NoQuantization) and quantization.kv_cache == "none":
+    if not is_quantized(quantization):
         raise InputError("quantization: kind none with kv_cache none leaves nothing to quantize")
     _require_tools()
     _refuse_nvfp4(quantization, device)

@@ -24,7 +24,6 @@ from trtspec.recipe import (
     LookaheadSpeculation,
     MedusaSpeculation,
     NgramSpeculation,
-    NoQuantization,
     Quantization,
     Recipe,
     TensorrtBackend,
@@ -32,7 +31,7 @@ from trtspec.recipe import (
     W4A8AwqQuantization,
     W4A16AwqQuantization,
 )
-from trtspec.recipe_facts import drafted_positions, paged_context_off
+from trtspec.recipe_facts import drafted_positions, is_quantized, paged_context_off
 from trtspec.trtllm.command import Command, Paths
 from trtspec.versions import parse_version
 
@@ -126,7 +125,7 @@ def _checkpoint(
     recipe: Recipe, version: str, paths: Paths, part: _Part, num_heads: int | None
 ) -> Iterator[Command]:
     speculation = recipe.speculation if not part.key else None
-    plain = isinstance(part.quantization, NoQuantization) and part.quantization.kv_cache == "none"
+    plain = not is_quantized(part.quantization)
     if isinstance(speculation, EagleSpeculation):
         yield _eagle(recipe, paths, part, speculation)
     elif isinstance(speculation, MedusaSpeculation) and plain:
@@ -228,7 +227,7 @@ def _quantize(
         words += ["--kv_cache_dtype", quantization.kv_cache]
     if getattr(quantization, "lm_head", False):
         words += ["--quantize_lm_head"]
-    calibrated = not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
+    calibrated = is_quantized(quantization)
     if calibrated:
         calibration = quantization.calibration
         words += ["--calib_dataset", paths.calibration, "--calib_size", str(calibration.num_samples)]

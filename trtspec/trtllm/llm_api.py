@@ -17,7 +17,6 @@ from trtspec.recipe import (
     DraftModelSpeculation,
     Eagle3Speculation,
     NgramSpeculation,
-    NoQuantization,
     PytorchBackend,
     Quantization,
     Recipe,
@@ -25,7 +24,7 @@ from trtspec.recipe import (
     W4A16AwqQuantization,
     W8A8SqQuantization,
 )
-from trtspec.recipe_facts import paged_context_off
+from trtspec.recipe_facts import is_quantized, paged_context_off
 from trtspec.trtllm.checkpoint import Checkpoint
 from trtspec.trtllm.command import Command, Paths
 from trtspec.trtllm.facts import Facts
@@ -33,11 +32,6 @@ from trtspec.versions import parse_version
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _RESERVED = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
-
-
-def is_quantized(quantization: Quantization) -> bool:
-    """Whether weights or KV cache differ from the 16-bit source."""
-    return not (isinstance(quantization, NoQuantization) and quantization.kv_cache == "none")
 
 
 def target_folder(recipe: Recipe, paths: Paths) -> str:

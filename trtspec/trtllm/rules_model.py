@@ -11,7 +11,7 @@ from trtspec.recipe import (
     W4A16AwqQuantization,
 )
 from trtspec.recipe_facts import drafted_positions
-from trtspec.recipe_model import vocabulary
+from trtspec.recipe_model import differing_tokens, vocabulary
 from trtspec.trtllm.case import Case, Told
 from trtspec.trtllm.checkpoint import ENCODER_DECODERS
 
@@ -200,39 +200,34 @@ def group_shard(case: Case) -> Told:
 # --------------------------------------------------------------------------- draft and target, positions
 
 
+def _differing_widths(case: Case) -> tuple[int, int] | None:
+    """Ids that target and draft put out, where both are known and differ."""
+    a, b = case.checkpoint, case.draft
+    if a is None or b is None or not a.vocab_size or not b.vocab_size or a.vocab_size == b.vocab_size:
+        return None
+    return a.vocab_size, b.vocab_size
+
+
 def draft_vocabulary(case: Case) -> Told:
     """Engines share token ids; where the outputs differ in width only the common ids can be drafted."""
-    a, b = case.checkpoint, case.draft
-    if (
-        a is not None
-        and b is not None
-        and a.vocab_size
-        and b.vocab_size
-        and a.vocab_size != b.vocab_size
-        and case.recipe.acceptance.kind == "exact"
-    ):
+    widths = _differing_widths(case)
+    if widths and case.recipe.acceptance.kind == "exact":
+        target, draft = widths
         yield (
             ("speculation", "model", "source"),
-            f"its output has {b.vocab_size} ids, the target's {a.vocab_size}; make sure that only the "
-            "padding differs",
+            f"its output has {draft} ids, the target's {target}; make sure that only the padding differs",
         )
 
 
 def draft_logits(case: Case) -> Told:
     """Acceptance by probability divides the target's by the draft's, id by id."""
-    a, b = case.checkpoint, case.draft
-    if (
-        a is not None
-        and b is not None
-        and a.vocab_size
-        and b.vocab_size
-        and a.vocab_size != b.vocab_size
-        and case.recipe.acceptance.kind == "rejection"
-    ):
+    widths = _differing_widths(case)
+    if widths and case.recipe.acceptance.kind == "rejection":
+        target, draft = widths
         yield (
             ("acceptance", "kind"),
-            f"rejection compares logits, and the draft has {b.vocab_size} ids, the target "
-            f"{a.vocab_size}; write exact, or choose another draft",
+            f"rejection compares logits, and the draft has {draft} ids, the target "
+            f"{target}; write exact, or choose another draft",
         )
 
 
@@ -252,8 +247,7 @@ def draft_tokens(case: Case) -> Told:
     folders = [c.folder for c in (case.checkpoint, case.draft) if c is not None and c.folder is not None]
     vocabularies = [tokens for folder in folders if (tokens := _tokens(folder)) is not None]
     if len(vocabularies) == 2:
-        target, draft = vocabularies
-        differing = [token for token, index in draft.items() if target.get(token) != index]
+        differing = differing_tokens(*vocabularies)
         if differing:
             yield (
                 ("speculation", "model", "source"),
