@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ def rate_upper_bound(events: int, trials: int, confidence: float = CONFIDENCE) -
         raise ValueError(f"{events} events in {trials} trials")
     if events == trials:
         return 1.0
-    return float(_special().betaincinv(events + 1, trials - events, confidence))
+    return float(scipy("special").betaincinv(events + 1, trials - events, confidence))
 
 
 def rate_interval(events: int, trials: int, confidence: float = CONFIDENCE) -> Interval:
@@ -37,7 +38,7 @@ def rate_interval(events: int, trials: int, confidence: float = CONFIDENCE) -> I
     if not 0 <= events <= trials:
         raise ValueError(f"{events} events in {trials} trials")
     tail = (1 - confidence) / 2
-    special = _special()
+    special = scipy("special")
     low = 0.0 if events == 0 else float(special.betaincinv(events, trials - events + 1, tail))
     high = 1.0 if events == trials else float(special.betaincinv(events + 1, trials - events, 1 - tail))
     return low, high
@@ -64,7 +65,9 @@ def bootstrap(
     return float(low), float(high)
 
 
-def mean_difference_ratio(differences: Sequence[Sequence[float]]) -> tuple[float, Interval]:
+def mean_difference_ratio(
+    differences: Sequence[Sequence[float]], *, confidence: float = CONFIDENCE
+) -> tuple[float, Interval]:
     """exp of the token mean of paired differences, with its interval; blocks are the inner sequences.
 
     ``differences[text][token]`` = log-probability under the baseline minus under the target, so the
@@ -80,7 +83,7 @@ def mean_difference_ratio(differences: Sequence[Sequence[float]]) -> tuple[float
         ratio: Array = np.exp(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1))
         return ratio
 
-    return float(np.exp(sums.sum() / counts.sum())), bootstrap(statistic, len(sums))
+    return float(np.exp(sums.sum() / counts.sum())), bootstrap(statistic, len(sums), confidence=confidence)
 
 
 def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, Interval]:
@@ -160,9 +163,9 @@ def blocks_needed(measured: float, interval: Interval, bound: float, num_blocks:
     return max(needed, num_blocks + 1) if needed < 1_000_000 else None
 
 
-def _special() -> Any:
+def scipy(part: Literal["special", "stats"]) -> Any:
+    """``scipy.special`` or ``scipy.stats``. Raises MissingError without scipy."""
     try:
-        from scipy import special
+        return importlib.import_module(f"scipy.{part}")
     except ImportError:
         raise MissingError("scipy is not installed; run: pip install 'trtspec[eval]'") from None
-    return special

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtspec.errors import InputError, Problem
-from trtspec.stats import CONFIDENCE, Array, Interval, bootstrap
+from trtspec.stats import CONFIDENCE, Array, Interval, bootstrap, mean_difference_ratio
 from trtspec.user_files import shown_path
 from trtspec.verify.bundle import MANIFEST, open_bundle
 from trtspec.verify.gates import Check, Verdict
@@ -245,20 +245,12 @@ def _perplexity(old: Sequence[Row], new: Sequence[Row], confidence: float) -> _S
     values = [row["target"] for row in (*old, *new)]
     if keys[0] != keys[1] or not old or not all(isinstance(value, (int, float)) for value in values):
         return None
-    texts = sorted({row["text"] for row in old})
-    place = {text: number for number, text in enumerate(texts)}
-    sums, counts = np.zeros(len(texts)), np.zeros(len(texts))
+    by_text: dict[Any, list[float]] = {}
     for before, now in zip(old, new, strict=True):
-        sums[place[before["text"]]] += before["target"] - now["target"]
-        counts[place[before["text"]]] += 1
-    over = float(np.exp(sums.sum() / counts.sum()))
-
-    def statistic(chosen: NDArray[np.intp]) -> Array:
-        ratio: Array = np.exp(sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1))
-        return ratio
-
-    interval = bootstrap(statistic, len(texts), confidence=confidence)
-    return _Shift(over, interval, len(texts), "perplexity")
+        by_text.setdefault(before["text"], []).append(before["target"] - now["target"])
+    differences = [by_text[text] for text in sorted(by_text)]
+    over, interval = mean_difference_ratio(differences, confidence=confidence)
+    return _Shift(over, interval, len(differences), "perplexity")
 
 
 def _acceptance(old: Sequence[Row], new: Sequence[Row], confidence: float) -> _Shift | None:

@@ -28,8 +28,9 @@ from trtspec.engine import Engine, Request, Sampling, generate
 from trtspec.errors import InputError, Problem
 from trtspec.prompts import Prompt
 from trtspec.ruler import run
+from trtspec.stats import scipy
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.power import LOOKS, SUITE_ALPHA, draws_needed, holm, look_levels, pool, scipy_stats
+from trtspec.verify.power import LOOKS, SUITE_ALPHA, draws_needed, holm, look_levels, pool
 
 Answers = Mapping[str, Sequence[Sequence[int]]]
 """By prompt id, the tokens of each answer, in the order drawn."""
@@ -71,7 +72,7 @@ def same_beginnings(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]
     first, total = pool(table[0], both, _LEAST / share)
     if len(total) < 2:
         return 1.0
-    return float(scipy_stats().chi2_contingency(np.array([first, total - first]), correction=False).pvalue)
+    return float(scipy("stats").chi2_contingency(np.array([first, total - first]), correction=False).pvalue)
 
 
 def same_grams(

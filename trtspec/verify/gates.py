@@ -81,6 +81,13 @@ def skipped(name: str, reason: str, required: bool = False) -> Check:
     return Check(name, Verdict.SKIPPED, reason, required=required)
 
 
+def finite(value: object) -> float | None:
+    """A number of some evidence; None for whatever is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:
     """Where an interval lies relative to a bound."""
     low, high = interval

@@ -29,7 +29,7 @@ from trtspec.trtllm.opening import installed
 from trtspec.verify.blackbox import draw_answers, judge_blackbox, planned_answers
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.labels import recipe_labels
-from trtspec.verify.load import DEAD_LENGTH, DEFINITION
+from trtspec.verify.load import DEFINITION, acceptance_gate
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, rows_of
 from trtspec.verify.settings import Settings
@@ -331,32 +331,14 @@ def check_acceptance(
         problem = f"{num_accepted} tokens accepted of {num_drafted} drafted"
     elif all_told and num_drafted and num_accepted == num_drafted and len(answers) > 1:
         problem = f"all {num_drafted} drafted tokens accepted: a broken verification (NaN logits) does that"
-    if problem:
-        return Check(
-            "acceptance",
-            Verdict.ERROR,
-            problem,
-            True,
-            bound=bound,
-            how=how,
-            evidence=evidence,
-            records=records,
-        )
-    warnings: tuple[str, ...] = ()
-    if length < DEAD_LENGTH:
-        warnings = (f"the drafter is of no use on these prompts: {length:.3f} tokens a step (1 without it)",)
-    return gated(
-        name="acceptance",
-        what=f"{rate}; tokens a step",
-        measured=length,
-        interval=interval,
+    return acceptance_gate(
+        problem,
+        rate,
+        length,
+        interval,
         bound=bound,
-        sense="at least",
-        unit="tokens/step",
         n=len(answers),
-        n_unit="requests",
         how=how,
-        warnings=warnings,
         evidence=evidence,
         records=records,
     )

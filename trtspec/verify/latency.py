@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.errors import MissingError
-from trtspec.stats import CONFIDENCE, Interval, rate_interval
+from trtspec.stats import CONFIDENCE, Interval, rate_interval, scipy
 from trtspec.verify.gates import Check, Verdict, gate_verdict
 from trtspec.verify.records import Records, Row
 
@@ -121,7 +120,7 @@ def quantile_of(values: Sequence[float], share: float, confidence: float = CONFI
     if n < needed:
         return Quantile(share, n, needed, None, None)
     tail = (1 - confidence) / 2
-    binom = _stats().binom
+    binom = scipy("stats").binom
     low = int(binom.ppf(tail, n, share))  # the smallest l with F(l) >= tail, so F(l - 1) < tail
     high = int(binom.ppf(1 - tail, n, share)) + 1  # the smallest u with F(u - 1) >= 1 - tail
     ordered = sorted(values)
@@ -203,7 +202,7 @@ def oversaturated(records: Sequence[Timed], offered_per_s: float) -> str:
     if len(known) < _MIN_TREND:
         return ""
     due, ttft = zip(*known, strict=True)
-    test = _stats().kendalltau(due, ttft, alternative="greater")
+    test = scipy("stats").kendalltau(due, ttft, alternative="greater")
     third = len(ttft) // 3
     early, late = float(np.median(ttft[:third])), float(np.median(ttft[-third:]))
     if test.pvalue > _TREND_P or late < 2 * early:
@@ -245,7 +244,7 @@ def throttled(records: Sequence[Timed]) -> str:
     third = len(pace) // 3
     early, late = pace[:third], pace[-third:]
     ratio = float(np.median(late) / np.median(early)) if np.median(early) else 1.0
-    if ratio <= 1.15 or _stats().mannwhitneyu(late, early, alternative="greater").pvalue > _TREND_P * 5:
+    if ratio <= 1.15 or scipy("stats").mannwhitneyu(late, early, alternative="greater").pvalue > _TREND_P * 5:
         return ""
     return (
         f"throttling? a token took {ratio:.2f} times as long at the end as at the beginning of the same load"
@@ -410,11 +409,3 @@ def timed_from(rows: Sequence[Row]) -> list[Timed]:
         )
         for row in rows
     ]
-
-
-def _stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingError("scipy is not installed; run: pip install 'trtspec[eval]'") from None
-    return stats

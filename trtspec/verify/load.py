@@ -16,7 +16,7 @@ from typing import Any, Literal
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, acceptance_within, emitted_histogram, run
-from trtspec.stats import larger_by_chance, ratio_of_sums, times_faster
+from trtspec.stats import Interval, larger_by_chance, ratio_of_sums, times_faster
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, answers_from, rows_of
@@ -156,17 +156,6 @@ def check_acceptance(
             f"acceptance length {length:.3f} is impossible: {draft_limit} drafted tokens and one more make "
             f"at most {draft_limit + 1} a step"
         )
-    if problem:
-        return Check(
-            "acceptance",
-            Verdict.ERROR,
-            problem,
-            required=True,  # a miscounting engine is a fault, whatever the gates
-            bound=bound,
-            how=how,
-            evidence=evidence,
-            records=records,
-        )
     warnings: tuple[str, ...] = ()
     stuck = sum(_is_stuck(answer) for answer in answers)
     if stuck:
@@ -174,8 +163,6 @@ def check_acceptance(
             f"{stuck} of {len(answers)} answers end in the same one or two tokens over and over: drafting is "
             "easy there, so real text may gain less",
         )
-    if length < DEAD_LENGTH:
-        warnings += (f"the drafter is of no use on these prompts: {length:.3f} tokens a step (1 without it)",)
     rate = (
         f"{accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.1%})"
         if drafted
@@ -183,6 +170,48 @@ def check_acceptance(
     )
     if held_back_steps:
         rate += f", drafting held back in {held_back_steps} steps (max_concurrency, or none would have paid)"
+    return acceptance_gate(
+        problem,
+        rate,
+        length,
+        interval,
+        bound=bound,
+        n=len(answers),
+        how=how,
+        warnings=warnings,
+        evidence=evidence,
+        records=records,
+    )
+
+
+def acceptance_gate(
+    problem: str,
+    rate: str,
+    length: float,
+    interval: Interval,
+    *,
+    bound: float | None,
+    n: int,
+    how: str,
+    warnings: tuple[str, ...] = (),
+    evidence: dict[str, Any],
+    records: Records,
+) -> Check:
+    """The check ``acceptance`` of ``n`` requests: ERROR with ``problem`` if there is one, required whatever
+    the gates, for an engine that miscounts is a fault; else the length against its bound."""
+    if problem:
+        return Check(
+            "acceptance",
+            Verdict.ERROR,
+            problem,
+            required=True,
+            bound=bound,
+            how=how,
+            evidence=evidence,
+            records=records,
+        )
+    if length < DEAD_LENGTH:
+        warnings += (f"the drafter is of no use on these prompts: {length:.3f} tokens a step (1 without it)",)
     return gated(
         name="acceptance",
         what=f"{rate}; tokens a step",
@@ -191,7 +220,7 @@ def check_acceptance(
         bound=bound,
         sense="at least",
         unit="tokens/step",
-        n=len(answers),
+        n=n,
         n_unit="requests",
         how=how,
         warnings=warnings,

@@ -12,13 +12,12 @@ Why each misleads is derived in ``docs/math.md`` (acceptance length, round time,
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, finite
 
 IDS = (
     "wrong-baseline",
@@ -147,7 +146,7 @@ def _alpha_without_tau(known: _Known) -> _Answer:
         return "does not apply", "none", {}
     check = known.sound("acceptance")
     rate, length = (
-        None if check is None else _number(check.evidence.get(name))
+        None if check is None else finite(check.evidence.get(name))
         for name in ("acceptance_rate", "acceptance_length")
     )
     if rate is None or length is None:
@@ -211,7 +210,7 @@ def _lazy_lossless(known: _Known) -> _Answer:
         check = known.sound(name)
         if check is None or check.verdict is Verdict.INCONCLUSIVE:
             continue
-        refused = _number((check.evidence.get("near_misses") or {}).get("refused"))
+        refused = finite((check.evidence.get("near_misses") or {}).get("refused"))
         if check.verdict is Verdict.FAIL or refused:
             return "answered", "yes", {"check": name, "refused": f"{refused or 0:.0f}"}
     return "open", "missing", {}
@@ -229,9 +228,9 @@ def _untuned_draft(known: _Known) -> _Answer:
 
 
 def _long_context(known: _Known) -> _Answer:
-    limit = _number(known.at("limits", "max_seq_tokens"))
-    prompt = _number(known.settings.get("longest_prompt_tokens"))
-    new = _number(known.settings.get("max_new_tokens"))
+    limit = finite(known.at("limits", "max_seq_tokens"))
+    prompt = finite(known.settings.get("longest_prompt_tokens"))
+    new = finite(known.settings.get("max_new_tokens"))
     if limit is None or prompt is None or new is None:
         return "open", "unknown", {}
     longest = prompt + new
@@ -239,15 +238,9 @@ def _long_context(known: _Known) -> _Answer:
     if retrieval is not None and not known.speculates:
         # Nothing but the quality of the KV cache can suffer there.
         lengths = retrieval.evidence.get("lengths")
-        longest = max([longest, *filter(None, map(_number, lengths if isinstance(lengths, list) else []))])
+        longest = max([longest, *filter(None, map(finite, lengths if isinstance(lengths, list) else []))])
     values = {"longest": f"{longest:.0f}", "limit": f"{limit:.0f}"}
     return ("answered", "yes", values) if longest >= LONG * limit else ("open", "short", values)
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _has_key(value: object, wanted: str) -> bool:

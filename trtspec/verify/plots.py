@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from trtspec.verify.gates import Check
+from trtspec.verify.gates import Check, finite
 from trtspec.verify.i18n import TEXTS, Say, task_title
 from trtspec.verify.report import Report
 
@@ -136,10 +136,10 @@ def _by_load(check: Check, say: Say) -> Figure | None:
         return None
     rows = []
     for one in listed[:40]:
-        value = _number(one.get("speedup")) if isinstance(one, Mapping) else None
+        value = finite(one.get("speedup")) if isinstance(one, Mapping) else None
         if value is None or not isinstance(one, Mapping):
             continue
-        low, high = _number(one.get("low")), _number(one.get("high"))
+        low, high = finite(one.get("low")), finite(one.get("high"))
         interval = (low, high) if low is not None and high is not None else None
         rows.append((str(one.get("load", "")), value, interval, None))
     return _forest(f"{say('plot.speedup')} ({check.name})", rows, say)
@@ -254,9 +254,9 @@ def _margins(check: Check, say: Say) -> Figure | None:
     found = [
         (gap, one)
         for one in listed
-        if isinstance(one, Mapping) and (gap := _number(one.get("gap_nats"))) is not None
+        if isinstance(one, Mapping) and (gap := finite(one.get("gap_nats"))) is not None
     ]
-    usual, largest = _number(noise.get("usual_nats")), _number(noise.get("nats"))
+    usual, largest = finite(noise.get("usual_nats")), finite(noise.get("nats"))
     if not found or usual is None or largest is None:
         return None
     positive = [value for value in (usual, largest, *(gap for gap, _ in found)) if value > 0]
@@ -339,7 +339,7 @@ def _matrix(check: Check, say: Say) -> Figure | None:
             cell = line[j] if j < len(line) and isinstance(line[j], Mapping) else {}
             verdict = str(cell.get("verdict", "SKIPPED"))
             verdict = verdict if verdict in MARKS else "SKIPPED"
-            speedup = _number(cell.get("speedup"))
+            speedup = finite(cell.get("speedup"))
             x, y = left + j * wide, top + i * high
             body.append(_rect(f"cell {verdict.lower()}", x + 1, y + 1, wide - 2, high - 2))
             body.append(_text(x + wide / 2, y + 14, MARKS[verdict], "middle"))
@@ -441,24 +441,18 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
 def _pairs(value: object) -> list[tuple[str, float]]:
     """Names and numbers of a mapping; what is no number that can be counted is left out."""
     if not isinstance(value, Mapping):
         return []
-    found = [(str(key), _number(inner)) for key, inner in value.items()]
+    found = [(str(key), finite(inner)) for key, inner in value.items()]
     return [(key, number) for key, number in found if number is not None and number >= 0]
 
 
 def _flat(value: object) -> list[float]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [number for inner in value for number in _flat(inner)]
-    number = _number(value)
+    number = finite(value)
     return [] if number is None else [number]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from trtspec.errors import InputError, MissingError, Problem
-from trtspec.stats import rate_interval
+from trtspec.errors import InputError, Problem
+from trtspec.stats import rate_interval, scipy
 
 SUITE_ALPHA = 0.01
 """Of all tests of sampled output together: a lossless engine fails one verification in a hundred, at most."""
@@ -34,7 +34,7 @@ def bias_size(law: Sequence[float], biased: Sequence[float]) -> float:
 def power_of(draws: float, bias: float, outcomes: int, alpha: float = SUITE_ALPHA) -> float:
     """The chance that a chi-square test of ``outcomes`` cells at ``alpha`` finds a bias of size w^2
     ``bias``."""
-    stats = scipy_stats()
+    stats = scipy("stats")
     critical = stats.chi2.isf(alpha, outcomes - 1)
     return float(stats.ncx2.sf(critical, outcomes - 1, draws * bias))
 
@@ -86,7 +86,7 @@ def surprisal_draws(shift_nats: float, deviation: float, *, alpha: float, power:
     """Tokens after which the mean of surprisal less entropy shows a shift of ``shift_nats``, where the
     surprisal of one token has that standard deviation: ((z(alpha / 2) + z(1 - power)) deviation /
     shift)^2."""
-    normal = scipy_stats().norm
+    normal = scipy("stats").norm
     needed = ((normal.isf(alpha / 2) + normal.isf(1 - power)) * deviation / shift_nats) ** 2
     return int(np.ceil(needed))
 
@@ -146,7 +146,7 @@ def goodness_of_fit(counts: Sequence[int], law: Sequence[float]) -> float:
     found, expected = pool(found, p0 * found.sum())
     if len(found) < 2:
         return 1.0
-    return float(scipy_stats().chisquare(found, expected).pvalue)
+    return float(scipy("stats").chisquare(found, expected).pvalue)
 
 
 def pool(found: Any, expected: Any, least: float = 5.0) -> tuple[Any, Any]:
@@ -247,12 +247,3 @@ def simulate(
 
 def simulation_json(simulation: Simulation) -> dict[str, Any]:
     return {**asdict(simulation), "passed": simulation.passed}
-
-
-def scipy_stats() -> Any:
-    """Raises MissingError without scipy."""
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingError("scipy is not installed; run: pip install 'trtspec[eval]'") from None
-    return stats

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from trtspec.engine import Engine, Request, Sampling
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, counter, run
+from trtspec.stats import scipy
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.power import SUITE_ALPHA, draws_needed, holm, least_bias, scipy_stats
+from trtspec.verify.power import SUITE_ALPHA, draws_needed, holm, least_bias
 
 Array = NDArray[np.float64]
 
@@ -148,7 +149,7 @@ def transformed(drawn: Sequence[Drawn], stream: int) -> list[Array]:
 
 def run_tests(drawn: Sequence[Drawn], stream: int) -> Tests:
     """All tests of one run but that of the tokens outside the law. Raises MissingError without scipy."""
-    stats = scipy_stats()
+    stats = scipy("stats")
     answers = transformed(drawn, stream)
     u = np.concatenate(answers) if answers else np.zeros(0)
     kept = [
@@ -388,4 +389,4 @@ def _outside(mine: Tests, other: Tests, exact: bool) -> float:
     if exact:
         return 0.0
     table = [[run.outside, run.tokens - run.outside] for run in (mine, other)]
-    return float(scipy_stats().fisher_exact(table, alternative="greater").pvalue)
+    return float(scipy("stats").fisher_exact(table, alternative="greater").pvalue)
