@@ -16,7 +16,14 @@ import click
 
 from trtspec import __version__
 from trtspec.cli.drafters import drafters
-from trtspec.cli.output import UserPath, human_seconds, into_a_file, json_option, print_json, print_warning
+from trtspec.cli.output import (
+    UserPath,
+    human_seconds,
+    json_file_option,
+    json_option,
+    print_json,
+    print_warning,
+)
 from trtspec.errors import MissingError
 from trtspec.user_files import shown_path
 
@@ -45,14 +52,7 @@ bench.add_command(drafters)
 @click.option("--quick", is_flag=True, help="One workload, batches 1 and 4, three short rounds.")
 @click.option("--scaling", is_flag=True, help="Also this engine by batch and by context, to 8192 positions.")
 @click.option("--no-peers", is_flag=True, help="Only this engine, with and without speculation.")
-@click.option(
-    "--json",
-    "json_file",
-    type=UserPath(),
-    is_eager=True,
-    callback=into_a_file,
-    help="Write the rows to this file.",
-)
+@json_file_option("Write the rows to this file.")
 @click.option("--svg", "svg_file", type=UserPath(), help="Draw tokens per second into this file.")
 @click.option("--dry-run", is_flag=True, help="List what would be run and about how long; run nothing.")
 def engine(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtspec import __version__
-from trtspec.cli.output import Progress, Session, UserPath, into_a_file
+from trtspec.cli.output import Progress, Session, UserPath, json_file_option
 
 if TYPE_CHECKING:
     from trtspec.bench.drafters import Comparison, DrafterRow
@@ -36,14 +36,7 @@ _TEXT_LINES = 4
 @click.option("--tokens", type=click.IntRange(8, 1024), default=48, show_default=True, help="Of each answer.")
 @click.option("--rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Of every prompt.")
 @click.option("--quick", is_flag=True, help="One prompt of each workload, 40 tokens, two rounds.")
-@click.option(
-    "--json",
-    "json_file",
-    type=UserPath(),
-    is_eager=True,
-    callback=into_a_file,
-    help="Write rows and answers to this file.",
-)
+@json_file_option("Write rows and answers to this file.")
 @click.option("--svg", "svg_file", type=UserPath(), help="Draw acceptance by depth into this file.")
 @click.option("--dry-run", is_flag=True, help="List what would be compared; run nothing.")
 @click.pass_context

@@ -79,10 +79,16 @@ def json_option(function: _Function) -> _Function:
     )(function)
 
 
-def into_a_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Callback of a ``--json FILE``: stdout has no JSON then, so errors are lines on stderr."""
-    ctx.ensure_object(Session).json = False
-    return value
+def json_file_option(what: str) -> Callable[[_Function], _Function]:
+    """The option ``--json FILE``: stdout has no JSON then, so errors are lines on stderr."""
+
+    def into_a_file(ctx: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+        ctx.ensure_object(Session).json = False
+        return value
+
+    return click.option(
+        "--json", "json_file", type=UserPath(), is_eager=True, callback=into_a_file, help=what
+    )
 
 
 def completing(names: Iterable[str]) -> Callable[..., list[str]]:

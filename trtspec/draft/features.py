@@ -148,6 +148,12 @@ def batch_plan(answers: Sequence[Answer], rows: int, seed: int, epoch: int) -> l
     return batches
 
 
+def places_in(vocab: Tensor, tokens: Tensor) -> Tensor:
+    """Where the tokens stand in ``vocab``, which is sorted; -1 for those that it lacks."""
+    at = torch.searchsorted(vocab, tokens).clamp(max=len(vocab) - 1)
+    return torch.where(vocab[at] == tokens, at, -1)
+
+
 def laws(states: Tensor, output_rows: Tensor) -> Tensor:
     """``[rows, tokens] float32``: the target's probabilities over the ``output_rows`` given, from its states
     after the final norm ``[rows, hidden]``; renormalised where those are not the whole vocabulary."""

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from trtspec.draft.features import Batch, Target, distillation_loss, laws, ranks_of, shifted
+from trtspec.draft.features import Batch, Target, distillation_loss, laws, places_in, ranks_of, shifted
 from trtspec.embedded.attention import Rope, rotate
 from trtspec.embedded.layers import rms_norm
 from trtspec.errors import InputError, Problem
@@ -195,7 +195,7 @@ class EagleTraining:
         teacher_states = shifted(states, 1)
         teacher = torch.zeros(*usable.shape, len(self.vocab), dtype=torch.bfloat16)
         teacher[usable] = laws(teacher_states[usable], rows).to(torch.bfloat16)
-        said = self._index(shifted(batch.tokens, 2))
+        said = places_in(self.vocab, shifted(batch.tokens, 2))
         total = torch.zeros(())
         for step, output in enumerate(outputs):
             here = usable.clone()
@@ -210,11 +210,6 @@ class EagleTraining:
             total = total + self.step_decay**step * loss
         return total
 
-    def _index(self, tokens: Tensor) -> Tensor:
-        """Where the tokens stand in ``vocab``; -1 for those that it lacks."""
-        at = torch.searchsorted(self.vocab, tokens).clamp(max=len(self.vocab) - 1)
-        return torch.where(self.vocab[at] == tokens, at, -1)
-
     def matches(self, parameters: Mapping[str, Tensor], batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Of each level j of a draft that starts at position t (rank, usable): ``[sequences, length]``, the
         rank of the token said at t + 2 + j, given that all before it were drafted right, and where there
@@ -224,7 +219,7 @@ class EagleTraining:
             usable = batch.taught & shifted(batch.taught, 1 + step)
             said = shifted(batch.tokens, 2 + step)[usable]
             logits = self.logits(parameters, shifted(output, step)[usable], whole=True).float()
-            at = self._index(said) if self.third else said
+            at = places_in(self.vocab, said) if self.third else said
             ranks = ranks_of(logits, at.clamp(min=0))
             all_ranks = torch.zeros(usable.shape, dtype=torch.int64)
             all_ranks[usable] = torch.where(at >= 0, ranks, self.target.spec.vocab_size)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.draft.features import Batch, Target, distillation_loss, laws, ranks_of, shifted
+from trtspec.draft.features import Batch, Target, distillation_loss, laws, places_in, ranks_of, shifted
 
 Parameters = dict[str, Tensor]
 
@@ -67,15 +67,10 @@ class MedusaTraining:
             usable = batch.taught & shifted(batch.taught, ahead)
             x = features[usable]
             teacher = laws(shifted(features, ahead)[usable], rows)
-            said = self._index(shifted(batch.tokens, ahead + 1)[usable])
+            said = places_in(self.vocab, shifted(batch.tokens, ahead + 1)[usable])
             logits = F.linear(self.states(parameters, head, x), rows.to(x.dtype))
             total = total + self.head_decay**head * distillation_loss(logits, teacher, said, self.hard_share)
         return total
-
-    def _index(self, tokens: Tensor) -> Tensor:
-        """Where the tokens stand in ``vocab``; -1 for those that it lacks."""
-        at = torch.searchsorted(self.vocab, tokens).clamp(max=len(self.vocab) - 1)
-        return torch.where(self.vocab[at] == tokens, at, -1)
 
     def matches(self, parameters: Mapping[str, Tensor], batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """Of each head (rank, usable): ``[sequences, length]``, the rank that the head at position t gives to

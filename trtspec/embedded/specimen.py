@@ -19,7 +19,7 @@ from torch import Tensor
 from trtspec.embedded import engine as engine_module
 from trtspec.embedded.acceptance import Accepted, rejection
 from trtspec.embedded.batch import SequenceRows, StepBatch
-from trtspec.embedded.drafters import Drafter, DraftView
+from trtspec.embedded.drafters import Drafter, DraftView, Stateless
 from trtspec.embedded.drafters.draft_model import DraftModelDrafter
 from trtspec.embedded.engine import Accept, EmbeddedEngine
 from trtspec.embedded.kvstore import INT8_MAX, KvFormat, KvStore
@@ -195,25 +195,7 @@ def model_drafter() -> DraftModelDrafter:
     )
 
 
-class _Stateless:
-    """What a drafter without state of its own need not say."""
-
-    hidden_layers: tuple[int, ...] = ()
-
-    def observe(
-        self,
-        sequences: Sequence[DraftView],
-        accepted: Sequence[Accepted | None],
-        hidden: Sequence[Mapping[int, Tensor]],
-        logits: Sequence[Tensor | None],
-    ) -> None:
-        """Nothing to learn."""
-
-    def release(self, sequence_id: str) -> None:
-        """Nothing to forget."""
-
-
-class TreeDrafter(_Stateless):
+class TreeDrafter(Stateless):
     """Trees over known answers: on each a wrong token first, then the right one with the next
     level below it. ``answers``: by request id; ``starts``: the lengths of their prompts."""
 

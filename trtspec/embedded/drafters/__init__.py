@@ -69,3 +69,21 @@ class Drafter(Protocol):
     def release(self, sequence_id: str) -> None:
         """Forget a sequence: it ended or was cancelled. Unknown ids are ignored."""
         ...
+
+
+class Stateless:
+    """What a drafter that neither learns nor keeps anything need not say."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def observe(
+        self,
+        sequences: Sequence[DraftView],
+        accepted: Sequence[Accepted | None],
+        hidden: Sequence[Mapping[int, Tensor]],
+        logits: Sequence[Tensor | None],
+    ) -> None:
+        """Nothing to learn."""
+
+    def release(self, sequence_id: str) -> None:
+        """Nothing to forget."""

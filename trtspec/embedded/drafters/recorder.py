@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from trtspec.embedded.acceptance import Accepted
-from trtspec.embedded.drafters import Drafter, DraftView
+from trtspec.embedded.drafters import Drafter, DraftView, Stateless
 from trtspec.embedded.engine import EmbeddedEngine
 from trtspec.embedded.tree import EMPTY_DRAFT, Draft, no_deeper, seen_part, truncate
 
@@ -79,11 +79,9 @@ class RecordingDrafter:
         self.inner.release(sequence_id)
 
 
-class PaddingDrafter:
+class PaddingDrafter(Stateless):
     """Drafts that are there for their rows alone: of ``sizes`` nodes in one call after the other, over and
     over, as a chain or (``branching``) as a tree, of tokens that the target hardly chooses."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, sizes: Sequence[int], *, branching: bool, vocab_size: int) -> None:
         self._sizes = itertools.cycle(sizes)
@@ -97,18 +95,6 @@ class PaddingDrafter:
         tokens = tuple((view.tokens[-1] + 7919 * (node + 1)) % self._vocab_size for node in range(size))
         parents = tuple((node - 1) // 2 if self._branching else node - 1 for node in range(size))
         return Draft(tokens, parents)
-
-    def observe(
-        self,
-        sequences: Sequence[DraftView],
-        accepted: Sequence[Accepted | None],
-        hidden: Sequence[Mapping[int, Tensor]],
-        logits: Sequence[Tensor | None],
-    ) -> None:
-        """Nothing to learn."""
-
-    def release(self, sequence_id: str) -> None:
-        """Nothing is kept."""
 
 
 @contextlib.contextmanager
