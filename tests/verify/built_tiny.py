@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trtspec.build import build
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.sampling import Draw, TargetLaw
 from trtspec.embedded.tree import Draft, children, path_to
-from trtspec.engine import Engine, EngineStats, Output
+from trtspec.engine import Output
 from trtspec.prompts import Prompt
 
 RECIPE = """\
@@ -59,40 +58,6 @@ def write_jsonl(path: Path, values: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-class Broken:
-    """An engine with a fault in front of it: ``change_output`` and ``change_stats`` see everything."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        change_output: Callable[[Output], Output] = lambda output: output,
-        change_stats: Callable[[EngineStats], EngineStats] = lambda stats: stats,
-        delay_s: float = 0.0,
-    ) -> None:
-        self._engine = engine
-        self._change_output = change_output
-        self._change_stats = change_stats
-        self._delay_s = delay_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self) -> list[Output]:
-        if self._delay_s:  # sleeping 0 s gives the processor away too
-            time.sleep(self._delay_s)
-        return [self._change_output(output) for output in self._engine.step()]
-
-    def stats(self) -> EngineStats:
-        return self._change_stats(self._engine.stats())
-
-
-def drops_the_last_token(output: Output) -> Output:
-    if output.finish_reason is None:
-        return output
-    return dataclasses.replace(output, new_tokens=output.new_tokens[:-1])
-
-
 def changes_one_token(request_id: str) -> Callable[[Output], Output]:
     """The third output of one request has another first token."""
     seen = 0
@@ -108,10 +73,6 @@ def changes_one_token(request_id: str) -> Callable[[Output], Output]:
         return dataclasses.replace(output, new_tokens=((first + 1) % 256, *rest))
 
     return change
-
-
-def counts_double(stats: EngineStats) -> EngineStats:
-    return dataclasses.replace(stats, generated_tokens=2 * stats.generated_tokens)
 
 
 def claims_everything_accepted(output: Output) -> Output:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_tiny import Broken, build_tiny, counts_double, repetitive_prompts, write_jsonl
+from built_tiny import build_tiny, repetitive_prompts, write_jsonl
 
 from trtspec.artifact import Artifact
 from trtspec.backends import open_engine
@@ -35,6 +35,7 @@ from trtspec.verify.approximate import (
     sampled_requests,
     score_answers,
 )
+from trtspec.verify.faults import Altered, counts_double
 from trtspec.verify.gates import Check, Verdict, exit_code
 
 APPROXIMATE = "{lossless: false}\nacceptance: {kind: typical}"
@@ -192,7 +193,7 @@ def test_text_that_is_likely_because_it_repeats_is_caught_by_the_second_gate() -
 
 
 def test_a_reference_that_miscounts_voids_both(built: Artifact, plain: Engine) -> None:
-    for one in check(open_engine(built), Broken(plain, change_stats=counts_double)):
+    for one in check(open_engine(built), Altered(plain, change_stats=counts_double)):
         assert one.verdict is Verdict.ERROR
         assert one.required
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import built_tiny
 import pytest
-from built_tiny import Broken, build_tiny, repetitive_prompts
+from built_tiny import build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
+from trtspec.verify.faults import Altered
 from trtspec.verify.gates import Check
 from trtspec.verify.lossless import check_lossless
 from trtspec.verify.lossless_verdict import Comparison, Divergence, Noise, judge
@@ -73,7 +74,7 @@ def test_divergences_carry_the_tokens_texts(tmp_path: Path) -> None:
     built = build_tiny(tmp_path)
     speculative, plain = open_engine(built), open_engine(built, "no_speculation")
     result = check_lossless(
-        Broken(speculative, change_output=built_tiny.changes_one_token("p3")),
+        Altered(speculative, change_output=built_tiny.changes_one_token("p3")),
         plain,
         repetitive_prompts(),
         max_new_tokens=16,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import built_tiny
 import pytest
-from built_tiny import Broken, build_tiny, repetitive_prompts
+from built_tiny import build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
 from trtspec.ruler import Answer, Run, run
+from trtspec.verify.faults import Altered, counts_double, drops_the_last_token
 from trtspec.verify.gates import Check, Verdict, exit_code
 from trtspec.verify.load import (
     Contender,
@@ -32,7 +32,7 @@ def contenders(artifact, **plain_faults):
     plain = open_engine(artifact, "no_speculation")
     return [
         Contender("recipe", open_engine(artifact), 3),
-        Contender("no_speculation", Broken(plain, **plain_faults), 0),
+        Contender("no_speculation", Altered(plain, **plain_faults), 0),
     ]
 
 
@@ -81,9 +81,7 @@ def test_one_slow_moment_cannot_pass_a_gate():
 
 
 def test_an_inflated_counter_voids_the_race(artifact):
-    result = race(
-        contenders(artifact, change_stats=built_tiny.counts_double), repetitive_prompts(2), [8, 8], rounds=1
-    )
+    result = race(contenders(artifact, change_stats=counts_double), repetitive_prompts(2), [8, 8], rounds=1)
     check = check_speed(result, check_name="speedup", name="recipe", over="no_speculation", bound=1.0)
     assert check.verdict is Verdict.ERROR
     assert "void" in check.summary
@@ -93,7 +91,7 @@ def test_an_inflated_counter_voids_the_race(artifact):
 
 def test_an_answer_that_ends_early_voids_the_race(artifact):
     result = race(
-        contenders(artifact, change_output=built_tiny.drops_the_last_token),
+        contenders(artifact, change_output=drops_the_last_token),
         repetitive_prompts(2),
         [8, 8],
         rounds=1,
@@ -153,7 +151,9 @@ def test_acceptance_on_a_real_engine(artifact):
 def test_steps_held_back_are_told_and_counted_by_the_engine(artifact):
     """A run counts its own steps only, whatever the engine did before."""
     held = [7]
-    engine = Broken(open_engine(artifact), change_stats=lambda stats: replace(stats, held_back_steps=held[0]))
+    engine = Altered(
+        open_engine(artifact), change_stats=lambda stats: replace(stats, held_back_steps=held[0])
+    )
     requests = requests_for(repetitive_prompts(), 8, frozenset({2}))
     result = run(engine, requests, draft_limit=3, on_answer=lambda: held.append(held.pop() + 2))
     assert result.held_back_steps == 2 * len(requests)

@@ -7,13 +7,14 @@ import dataclasses
 import random
 
 import pytest
-from built_tiny import Broken, build_tiny, write_jsonl
+from built_tiny import build_tiny, write_jsonl
 
 from trtspec.backends import open_engine
 from trtspec.errors import InputError
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer
 from trtspec.text import Tokenizer
+from trtspec.verify.faults import Altered
 from trtspec.verify.gates import Verdict
 from trtspec.verify.matrix_load import check_loads, judge_loads, measure_loads, plan_loads
 from trtspec.verify.recheck import rejudge
@@ -110,7 +111,7 @@ def test_both_sides_answer_every_prompt_once_before_the_clock_runs(tiny):
 
     seen: dict[str, list[tuple[int, ...]]] = {"recipe": [], "no_speculation": []}
 
-    class Watched(Broken):
+    class Watched(Altered):
         def __init__(self, engine, name):
             super().__init__(engine)
             self._name = name
@@ -142,7 +143,7 @@ def judged(rows):
 
 
 def test_a_sleep_in_the_baseline_is_refused_as_evidence(tiny):
-    check = judged(rows_with(tiny, lambda plain: Broken(plain, delay_s=0.05)))
+    check = judged(rows_with(tiny, lambda plain: Altered(plain, delay_s=0.05)))
     assert check.verdict is Verdict.ERROR
     assert "can give" in check.summary
 

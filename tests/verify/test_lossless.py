@@ -7,12 +7,13 @@ from pathlib import Path
 
 import built_tiny
 import pytest
-from built_tiny import Broken, build_tiny, repetitive_prompts
+from built_tiny import build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
 from trtspec.embedded.acceptance import Accepted
 from trtspec.embedded.drafters.planned import drafting_by_plan
 from trtspec.ruler import Answer, run
+from trtspec.verify.faults import Altered, counts_double, drops_the_last_token
 from trtspec.verify.gates import Verdict
 from trtspec.verify.lossless import (
     check_lossless,
@@ -96,7 +97,7 @@ def test_a_real_difference_is_not_excused_by_a_closer_look(artifact):
     """In bfloat16, where the place itself is measured too, a wrong token still stands out."""
     speculative = open_engine(artifact, dtype="bfloat16")
     result = check(
-        Broken(speculative, change_output=built_tiny.changes_one_token("p3")),
+        Altered(speculative, change_output=built_tiny.changes_one_token("p3")),
         open_engine(artifact, "no_speculation", dtype="bfloat16"),
         dtype="bfloat16",
     )
@@ -123,7 +124,7 @@ def test_without_speculation_batching_is_compared(artifact, plain):
 
 
 def test_a_dropped_last_token_fails(speculative, plain):
-    broken = Broken(speculative, change_output=built_tiny.drops_the_last_token)
+    broken = Altered(speculative, change_output=drops_the_last_token)
     result = check(broken, plain)
     assert result.check.verdict is Verdict.FAIL
     assert "ends early" in result.check.summary
@@ -133,14 +134,14 @@ def test_a_plain_zip_would_have_missed_it(speculative, plain):
     """The broken variant of the comparison: cut to the shorter text, every token agrees."""
     requests = requests_for(repetitive_prompts(), 32, frozenset({2}))
     reference = run(plain, requests, draft_limit=0)
-    broken = run(Broken(speculative, change_output=built_tiny.drops_the_last_token), requests, draft_limit=3)
+    broken = run(Altered(speculative, change_output=drops_the_last_token), requests, draft_limit=3)
     for left, right in zip(reference.answers, broken.answers, strict=True):
         assert all(a == b for a, b in zip(left.tokens, right.tokens, strict=False))
     assert len(compare(reference.answers, broken.answers).divergences) == len(requests)
 
 
 def test_one_changed_token_fails_and_is_located(speculative, plain):
-    broken = Broken(speculative, change_output=built_tiny.changes_one_token("p3"))
+    broken = Altered(speculative, change_output=built_tiny.changes_one_token("p3"))
     result = check(broken, plain, dtype="bfloat16")
     assert result.check.verdict is Verdict.FAIL
     (divergence,) = result.check.evidence["divergences"]
@@ -225,7 +226,7 @@ def test_the_engine_drafts_its_own_again_after_the_plan(artifact):
     engine.add(requests[0])
     with pytest.raises(ValueError, match="in flight"), drafting_by_plan(engine, {}):
         pass
-    with pytest.raises(TypeError), drafting_by_plan(Broken(engine), {}):
+    with pytest.raises(TypeError), drafting_by_plan(Altered(engine), {}):
         pass
 
 
@@ -309,20 +310,20 @@ def test_one_rounding_outlier_does_not_excuse_everything():
 
 
 def test_inflated_counters_are_an_error(speculative, plain):
-    result = check(Broken(speculative, change_stats=built_tiny.counts_double), plain)
+    result = check(Altered(speculative, change_stats=counts_double), plain)
     assert result.check.verdict is Verdict.ERROR
     assert "generated_tokens" in result.check.summary
 
 
 def test_claimed_acceptance_is_an_error(speculative, plain):
-    result = check(Broken(speculative, change_output=built_tiny.claims_everything_accepted), plain)
+    result = check(Altered(speculative, change_output=built_tiny.claims_everything_accepted), plain)
     assert result.check.verdict is Verdict.ERROR
 
 
 def test_neighbours_that_change_answers_fail(speculative, plain):
     change = built_tiny.changes_one_token("p0")
 
-    class OnlyInABatch(Broken):
+    class OnlyInABatch(Altered):
         def step(self):
             alone = self._engine.in_flight == 1
             return [output if alone else change(output) for output in self._engine.step()]

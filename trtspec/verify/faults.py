@@ -332,20 +332,22 @@ def _ignores_temperature(engine: Engine) -> Engine:
     return _altered(engine, change_request=change)
 
 
-def _drops_the_last_token(engine: Engine) -> Engine:
-    def change(output: Output) -> Output:
-        if output.finish_reason is None:
-            return output
-        return dataclasses.replace(output, new_tokens=output.new_tokens[:-1])
+def drops_the_last_token(output: Output) -> Output:
+    if output.finish_reason is None:
+        return output
+    return dataclasses.replace(output, new_tokens=output.new_tokens[:-1])
 
-    return _altered(engine, change_output=change)
+
+def _drops_the_last_token(engine: Engine) -> Engine:
+    return _altered(engine, change_output=drops_the_last_token)
+
+
+def counts_double(stats: EngineStats) -> EngineStats:
+    return dataclasses.replace(stats, generated_tokens=2 * stats.generated_tokens)
 
 
 def _counts_double(engine: Engine) -> Engine:
-    def change(stats: EngineStats) -> EngineStats:
-        return dataclasses.replace(stats, generated_tokens=2 * stats.generated_tokens)
-
-    return _altered(engine, change_stats=change)
+    return _altered(engine, change_stats=counts_double)
 
 
 # --------------------------------------------------------------------------- shown
