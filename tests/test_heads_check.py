@@ -1,7 +1,8 @@
 """``draft check``: a good folder of every layout passes, every planted mismatch is named, nothing runs.
 
 The folders are written as the tools write them (head_layouts.py); each mismatch is planted in each layout
-that can have it.
+that can have it. One file, because good folders and mismatches are
+the same table of layouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The engine's contract beside its tokens: refusals, counters, cancellation, failure, scores, opening."""
+"""The engine's contract beside its tokens: refusals, counters, cancellation, failure, scores, opening.
+
+One file, because every test drives one engine through the same few helpers.
+"""
 
 from __future__ import annotations
 

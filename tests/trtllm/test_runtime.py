@@ -1,4 +1,7 @@
-"""Engines behind TensorRT-LLM's LLM: requests, streams, counts and errors, with a stand-in of it."""
+"""Engines behind TensorRT-LLM's LLM: requests, streams, counts and errors, with a stand-in of it.
+
+One file, because every test drives the same engine of the same stand-in, whose behaviour each sets otherwise.
+"""
 
 from __future__ import annotations
 
