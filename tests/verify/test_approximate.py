@@ -4,9 +4,9 @@ anything fails."""
 from __future__ import annotations
 
 import json
-import sys
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
