@@ -371,10 +371,9 @@ def _mpi(probes: Probes, gpus: tuple[Gpu, ...]) -> Row:
 
 
 def _memory(probes: Probes) -> Row:
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", probes.meminfo, re.MULTILINE)
-    if match is None:
-        return Row("memory", "note", "not told", (), "/proc/meminfo has no MemAvailable")
-    free = int(match.group(1)) * 1024
+    free = probes.memory_bytes
+    if free is None:
+        return Row("memory", "note", "not told", (), "the system does not tell how much memory there is")
     found = f"{free / GIB:.1f} GiB available"
     if free < 4 * GIB:
         return Row("memory", "note", found, BACKENDS, "the sample model wants 4 GiB, quantizing 8B about 40")

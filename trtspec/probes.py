@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trtspec import process
+from trtspec.available_memory import available_memory_bytes
 from trtspec.errors import TrtspecError
 
 SMI_FIELDS = ("index", "name", "compute_cap", "memory.total", "driver_version")
@@ -52,8 +53,8 @@ class Probes:
     compute_cap) as CSV without header and units; what it said instead if it failed."""
     nvidia_smi_banner: str = ""
     """Its first lines without arguments: they name the CUDA version of the driver."""
-    meminfo: str = ""
-    """/proc/meminfo."""
+    memory_bytes: int | None = None
+    """What this process may still take."""
     environment: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distribution -> version."""
@@ -92,7 +93,7 @@ def collect(path: Path = Path(".")) -> Probes:
         python=platform.python_version(),
         nvidia_smi=rows,
         nvidia_smi_banner="\n".join(banner.splitlines()[:5]),
-        meminfo=_text(Path("/proc/meminfo")),
+        memory_bytes=available_memory_bytes(),
         environment={k: v for k, v in os.environ.items() if _is_told(k)},
         packages=_installed(),
         tensorrt_llm_names=_package_names("tensorrt_llm"),
@@ -148,13 +149,6 @@ def _names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(folder)))
     except OSError:
         return ()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _free(path: Path) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trtspec.available_memory import available_memory_bytes
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.recipe import Limits
 from trtspec.tensor_headers import read_tensor_headers
@@ -109,16 +110,4 @@ def available_bytes(device: torch.device) -> int | None:
     """Memory that can be had now, in bytes; None where the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    try:  # a container may be allowed less
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return min(available, limit - used + int(stat["file"]))
-    except (OSError, ValueError, KeyError):
-        return available
+    return available_memory_bytes()

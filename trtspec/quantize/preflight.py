@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtspec.available_memory import available_memory_bytes
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.folders import refuse_existing
 from trtspec.model_check import check_model_folder
@@ -200,22 +201,6 @@ def _require_room(out_dir: Path, source_bytes: int) -> None:
             f"{out_dir}: up to {need / 1e9:.2f} GB of disk are needed while exporting, "
             f"{free / 1e9:.2f} GB are free on {place}; make room or choose another --out"
         )
-
-
-def available_memory_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or less where a cgroup limits it."""
-    limits = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return min(limits) if limits else None
 
 
 def estimate_memory_bytes(

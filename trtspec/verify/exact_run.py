@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from trtspec.artifact import Artifact
+from trtspec.available_memory import available_memory_bytes
 from trtspec.backends import open_engine
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
@@ -31,7 +30,8 @@ def why_no_exact_run(built: Artifact) -> str | None:
     if isinstance(recipe.speculation, NoSpeculation) or recipe.backend.dtype == "float64":
         return ""
     weights = sum(path.stat().st_size for path in built.baseline_dir.glob("*.safetensors"))
-    if 2 * 4 * weights > _available_bytes() // 2:  # two engines, 16 bit to 64 bit
+    available = available_memory_bytes()
+    if available is not None and 2 * 4 * weights > available // 2:  # two engines, 16 bit to 64 bit
         return (
             f"two copies of the weights in float64 ({8 * weights / 1e9:.0f} GB) do not fit this machine; a "
             f"machine with {16 * weights / 1e9:.0f} GB of free memory could prove more"
@@ -100,13 +100,3 @@ def offer_of(engine: Engine) -> Callable[[Drafts], contextlib.AbstractContextMan
         return drafting_by_plan(engine, drafts)
 
     return offer
-
-
-def _available_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
