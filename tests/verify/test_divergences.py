@@ -10,7 +10,7 @@ from built_tiny import build_tiny, repetitive_prompts
 
 from trtspec.backends import open_engine
 from trtspec.verify.faults import Altered
-from trtspec.verify.gates import Check
+from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.lossless import check_lossless
 from trtspec.verify.lossless_verdict import Comparison, Divergence, Noise, judge
 
@@ -20,7 +20,7 @@ NOISE = Noise(0.08, 0.1, 0.03, 500, {"1": 0.1})
 def judged(*divergences: Divergence, floor: tuple[Divergence, ...] = ()) -> Check:
     return judge(
         "lossless",
-        Comparison(100, 4, divergences),
+        Comparison(100, max(4, len(divergences)), divergences),
         NOISE,
         Comparison(40, 3, floor),
         dtype="bfloat16",
@@ -61,6 +61,31 @@ def test_the_baselines_own_divergence_is_told_beside_it() -> None:
         "without speculation, batch 1 against all 4 prompts together: 1 of 3 answers differ (40 tokens)"
     )
     assert where == "there, a, token 2: 'y' instead of 'x', top-2 margin 0.05, gap 0.05: near tie"
+
+
+@pytest.mark.parametrize(
+    ("own", "proof", "verdict", "result"),
+    [
+        (0, None, Verdict.FAIL, "more ties than the floor"),
+        (0, "lossless_float64", Verdict.INCONCLUSIVE, "more ties than the floor"),
+        (4, None, Verdict.PASS, "numeric ties only"),
+        (4, "lossless_float64", Verdict.PASS, "numeric ties only"),
+    ],
+)
+def test_ties_are_only_ties_while_there_are_no_more_than_the_floor_has(own, proof, verdict, result) -> None:
+    """An acceptance that keeps every near tie has each of its divergences within the noise."""
+
+    def ties(count: int) -> tuple[Divergence, ...]:
+        return tuple(Divergence(f"p{i}", 3, 1, 2, gap_nats=0.05) for i in range(count))
+
+    check = judge(
+        "lossless", Comparison(100, 12, ties(10)), NOISE, Comparison(60, 6, ties(own)), dtype="bfloat16", drafted=40,
+        accepted=20, speculates=True, required=True, contradictions=(), proof=proof,
+    )  # fmt: skip
+    assert (check.verdict, check.evidence["result"]) == (verdict, result)
+    assert check.required == (verdict is not Verdict.INCONCLUSIVE)
+    assert ("numeric ties only: " in check.summary) == (verdict is Verdict.PASS)
+    assert ("more of them than without speculation" in check.summary) == (verdict is not Verdict.PASS)
 
 
 def test_many_divergences_are_cut_and_counted() -> None:

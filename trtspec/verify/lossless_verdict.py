@@ -12,6 +12,10 @@ Near ties show no fault, and no more: a careless acceptance also diverges at nea
 see a loss below the noise. Where the usual noise is above :data:`POWER_NATS` (an 8-bit KV cache alone, whose
 codes flip when their input moves by a rounding error, moves a small model's log-probabilities by tenths of
 a nat) it is therefore INCONCLUSIVE when answers differ, and the verdict rests on the run in float64.
+
+*Numeric ties only* also means no more of them than the engine without speculation shows against itself
+(Fisher's exact test over answers, one-sided, :data:`FLOOR_ALPHA`): a fault that changes nothing but near ties
+has each of them excused, and not their number. More than that is left to the proof, or FAIL without one.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from trtspec.stats import rate_interval, rate_upper_bound
+from trtspec.stats import rate_interval, rate_upper_bound, scipy
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.near_misses import NEAR_NATS, Refusals
 
@@ -30,6 +34,8 @@ POWER_NATS = 0.1
 MIN_NEAR = 12
 """Refused near misses that the proof needs: an acceptance that keeps every fourth of them is then caught
 with 97 %."""
+FLOOR_ALPHA = 0.01
+"""Chance to find more ties than the floor has where there are no more."""
 _SHOWN, _SHOWN_OF_FLOOR = 5, 3
 FAULT = 3
 """Times the largest noise measured. A divergence is where rounding was largest among all places of all texts,
@@ -132,8 +138,11 @@ def judge(
     faults = [one for one in comparison.divergences if not rounds or is_fault(one, noise)]
     batch_faults = [one for one in floor.divergences if not rounds or is_fault(one, noise)]
     doubtful = [one for one in comparison.divergences if not is_tie(one, noise)]
+    by_chance = _more_than(comparison, floor) if rounds and speculates else None
+    too_many = by_chance is not None and by_chance < FLOOR_ALPHA
     scope = f"{comparison.prompts} answers ({comparison.positions} tokens)"
-    measured_as: Literal["identical", "numeric ties only", "different"] = "identical"
+    measured_as: Literal["identical", "numeric ties only", "more ties than the floor", "different"]
+    measured_as = "identical"
     if faults:
         verdict, measured_as = Verdict.FAIL, "different"
         summary = (
@@ -175,9 +184,20 @@ def judge(
         )
     elif different:
         verdict, measured_as = Verdict.PASS, "numeric ties only"
-        if noise.usual_nats > POWER_NATS or doubtful:
+        if too_many:
+            measured_as = "more ties than the floor"
+        if noise.usual_nats > POWER_NATS or doubtful or (too_many and proof is not None):
             verdict, required = Verdict.INCONCLUSIVE, required and proof is None
+        elif too_many:
+            verdict = Verdict.FAIL
         summary = _ties(comparison, noise, doubtful, against, proof)
+        if verdict is Verdict.PASS:
+            summary = f"numeric ties only: {summary}"
+        elif too_many:
+            summary += (
+                f"; more of them than without speculation between batch 1 and {comparison.prompts} prompts "
+                f"together, {len(floor.divergences)} of {floor.prompts} (by chance: p = {by_chance:.2g})"
+            )
     else:
         verdict = Verdict.PASS
         summary = f"identical to the same weights {against} in {scope}"
@@ -222,6 +242,7 @@ def judge(
                 "tokens": floor.positions,
                 "divergences": [asdict(divergence) for divergence in floor.divergences],
                 "rate_95": [floor_low, floor_high],
+                "more_than_it_by_chance": by_chance,
             },
             "drafted": drafted,
             "accepted": accepted,
@@ -231,6 +252,15 @@ def judge(
         },
         details=_details(comparison, noise, floor, upper, rounds=rounds, speculates=speculates),
     )
+
+
+def _more_than(comparison: Comparison, floor: Comparison) -> float | None:
+    """The chance of so many different answers if they were no more often than in ``floor``; None where that
+    was not measured."""
+    if not floor.prompts or not comparison.divergences:
+        return None
+    table = [[len(one.divergences), one.prompts - len(one.divergences)] for one in (comparison, floor)]
+    return float(scipy("stats").fisher_exact(table, alternative="greater").pvalue)
 
 
 def _details(
