@@ -32,6 +32,8 @@ from trtspec.stats import CONFIDENCE, Interval, blocks_needed, bootstrap
 from trtspec.verify.gates import Check, Verdict, gate_verdict
 from trtspec.verify.records import Records
 
+BASELINE = "the 16-bit baseline"
+"""What an engine is held against, unless it is something else."""
 POWER = 0.975
 """Planned: a little more than the 0.95 that is wanted, which the normal approximation falls short of."""
 
@@ -156,13 +158,17 @@ def judge_pairs(
     *,
     margin: float | None,
     how: str,
+    over: str = BASELINE,
+    unscored: Sequence[str] = (),
     evidence: dict[str, Any] | None = None,
     records: Records | None = None,
     warnings: tuple[str, ...] = (),
     details: tuple[str, ...] = (),
 ) -> Check:
     """The verdict on paired scores. ``margin``: the largest loss allowed, as a share of 1; None: measured
-    only. Scores that are no numbers are an ERROR, because leaving them out would hide the worst items."""
+    only; ``over``: what the baseline is called. Scores that are no numbers are an ERROR, because leaving
+    them out would hide the worst items. ``unscored``: a line for each further item that could not be scored
+    (a judge or a server that failed); with any the verdict is FAIL or INCONCLUSIVE, never PASS."""
     check = Check(
         name,
         Verdict.ERROR,
@@ -178,13 +184,18 @@ def judge_pairs(
         warnings=warnings,
         details=details,
     )
+    if unscored:
+        check = replace(check, evidence={**check.evidence, "unscored": len(unscored)})
+        if not target:
+            text = f"{what}: none of {len(unscored)} items could be scored: {unscored[0]}"
+            return replace(check, verdict=Verdict.INCONCLUSIVE, summary=text)
     try:
         found = difference(target, baseline)
     except ValueError as error:
         return replace(check, summary=f"{what}: {error}")
     low, high = found.interval
     summary = (
-        f"{what}: {found.target:.1%} against {found.baseline:.1%} of the 16-bit baseline over {found.items} "
+        f"{what}: {found.target:.1%} against {found.baseline:.1%} of {over} over {found.items} "
         f"items: difference {found.value:+.1%} (95 % interval {low:+.1%} to {high:+.1%})"
     )
     facts = {
@@ -206,6 +217,9 @@ def judge_pairs(
         }
         if verdict is Verdict.INCONCLUSIVE:
             summary += f"; {found.items} items do not decide, {_more(found, margin)}"
+    if unscored:
+        summary += f"; {len(unscored)} more could not be scored: {unscored[0]}"
+        verdict = verdict if verdict is Verdict.FAIL else Verdict.INCONCLUSIVE
     return replace(
         check,
         verdict=verdict,

@@ -14,6 +14,7 @@ from trtspec.engine import Engine
 from trtspec.stats import mean_difference_ratio
 from trtspec.verify.divergence import compare_laws
 from trtspec.verify.gates import Check, Verdict, gated
+from trtspec.verify.noninferiority import BASELINE
 from trtspec.verify.records import Records, Row
 
 
@@ -47,9 +48,10 @@ def judge(
     bound: float | None,
     source: str,
     agreements: int | None = None,
+    over: str = BASELINE,
 ) -> Check:
     """The verdict over log-probabilities ``[text][token]`` of both. A log-probability that is not a
-    finite number is an ERROR: dropping it would hide the worst tokens."""
+    finite number is an ERROR: dropping it would hide the worst tokens. ``over``: the baseline's name."""
     how = (
         f"{source}; teacher-forced through each engine's own weights and KV cache format, the same tokens; "
         "exp(mean(baseline - target log-probability)); 95 % bootstrap over whole texts"
@@ -91,7 +93,7 @@ def judge(
         name="quality",
         what=(
             f"perplexity {evidence['perplexity_target']:.2f} against {evidence['perplexity_baseline']:.2f} "
-            f"of the 16-bit baseline over {total} tokens: ratio"
+            f"of {over} over {total} tokens: ratio"
         ),
         measured=ratio,
         interval=interval,
