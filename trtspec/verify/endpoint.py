@@ -59,6 +59,22 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """How an answer is drawn; the default is greedy. None: not sent."""
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    """Answers of one request (OpenAI only); the first is read, all are counted."""
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True)
 class Reply:
     """An answer. ``token_ids`` None: the server shows text only. ``drafted``, ``accepted`` and
     ``tokens_per_step`` are the server's own words, None where it does not tell."""
@@ -70,6 +86,8 @@ class Reply:
     drafted: int | None = None
     accepted: int | None = None
     tokens_per_step: float | None = None
+    answers: int = 1
+    """Of ``SamplingParams.n``, those of which anything came."""
 
 
 # --------------------------------------------------------------------------- finding out what is there
@@ -198,17 +216,18 @@ def ask(
     max_tokens: int,
     clock: Callable[[], float],
     due_s: float | None = None,
+    params: SamplingParams = GREEDY,
 ) -> Reply:
-    """Ask for a greedy answer and read it piece by piece; a failure is in ``timed.error``. ``clock`` in
-    seconds; ``due_s``: when an open loop wanted it sent."""
+    """Ask for an answer and read it piece by piece; a failure is in ``timed.error``. ``clock`` in seconds;
+    ``due_s``: when an open loop wanted it sent."""
     sent = clock()
     arrivals: list[float] = []
     state = _State()
     error = ""
     try:
-        path, body = _openai_body(endpoint, chat, max_tokens)
+        path, body = _openai_body(endpoint, chat, max_tokens, params)
         if endpoint.protocol == "triton":
-            path, body = _triton_body(endpoint, chat, max_tokens)
+            path, body = _triton_body(endpoint, chat, max_tokens, params)
         for event in events(endpoint, path, body):
             piece = (_triton_piece if endpoint.protocol == "triton" else _openai_piece)(
                 endpoint, event, state
@@ -224,7 +243,14 @@ def ask(
     tokens = state.claimed if state.claimed is not None else None if ids is None else len(ids)
     timed = Timed(chat.id, sent if due_s is None else due_s, sent, tuple(arrivals), ended, tokens, error)
     return Reply(
-        timed, state.text, ids, state.finish_reason, state.drafted, state.accepted, state.tokens_per_step
+        timed,
+        state.text,
+        ids,
+        state.finish_reason,
+        state.drafted,
+        state.accepted,
+        state.tokens_per_step,
+        max(1, len(state.seen)),
     )
 
 
@@ -234,7 +260,7 @@ def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[st
     None where the server shows no ``top_logprobs`` (chat completions only)."""
     if endpoint.protocol != "openai" or endpoint.raw:
         return None
-    path, body = _openai_body(endpoint, chat, max_tokens)
+    path, body = _openai_body(endpoint, chat, max_tokens, GREEDY)
     body = {key: body[key] for key in ("model", "max_tokens", "temperature", "messages")}
     try:
         with closing(opened(endpoint)) as connection:
@@ -263,15 +289,19 @@ class _State:
 
     def __post_init__(self) -> None:
         self.token_ids: list[int] = []
+        self.seen: set[int] = set()
 
 
-def _openai_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, dict[str, Any]]:
+def _openai_body(
+    endpoint: Endpoint, chat: Chat, max_tokens: int, params: SamplingParams
+) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {
         "model": endpoint.model,
         "max_tokens": max_tokens,
-        "temperature": 0,
+        "temperature": params.temperature or 0,
         "stream": True,
     }
+    body |= {key: value for key, value in _asked(params).items() if value is not None}
     if "stream_options" in endpoint.extras:
         body["stream_options"] = {"include_usage": True}
     if "return_token_ids" in endpoint.extras:
@@ -295,6 +325,11 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return False
     choice = choices[0]
+    index = choice.get("index", 0)
+    if isinstance(index, int):
+        state.seen.add(index)
+    if index != 0:
+        return False  # another answer of the same request
     delta = choice.get("delta")
     content = (
         choice.get("text") if endpoint.raw else delta.get("content") if isinstance(delta, dict) else None
@@ -315,7 +350,40 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     return True
 
 
-def _triton_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, dict[str, Any]]:
+def _asked(params: SamplingParams) -> dict[str, Any]:
+    """What is sent beside the temperature, by OpenAI's names. A server's own default of top-p would be
+    another law, so that is always said when something is drawn."""
+    if not params.temperature:
+        return {"stop": list(params.stop) or None}
+    return {
+        "top_p": 1.0 if params.top_p is None else params.top_p,
+        "top_k": params.top_k,
+        "seed": params.seed,
+        "stop": list(params.stop) or None,
+        "n": params.n if params.n > 1 else None,
+    }
+
+
+def takes(endpoint: Endpoint, parameter: str) -> bool:
+    """Whether requests can carry ``parameter``, a field of :class:`SamplingParams`. OpenAI servers have no
+    list of theirs: they are asked."""
+    return endpoint.protocol == "openai" or any(name in endpoint.inputs for name in _TRITON[parameter])
+
+
+_TRITON = {
+    "temperature": ("sampling_param_temperature", "temperature"),
+    "top_p": ("sampling_param_top_p", "top_p"),
+    "top_k": ("sampling_param_top_k", "top_k"),
+    "seed": ("sampling_param_seed", "seed", "random_seed"),
+    "stop": ("sampling_param_stop", "stop_words"),
+    "n": ("sampling_param_n",),
+}
+"""Inputs of the LLM API's model, and of the C++ backend's."""
+
+
+def _triton_body(
+    endpoint: Endpoint, chat: Chat, max_tokens: int, params: SamplingParams
+) -> tuple[str, dict[str, Any]]:
     wanted: dict[str, Any] = {
         "text_input": chat.text,
         "sampling_param_max_tokens": max_tokens,
@@ -331,6 +399,10 @@ def _triton_body(endpoint: Endpoint, chat: Chat, max_tokens: int) -> tuple[str, 
         "return_perf_metrics": True,
         "return_num_output_tokens": True,
     }
+    if params.temperature:
+        del wanted["top_k"]
+    for key, value in {"temperature": params.temperature or None, **_asked(params)}.items():
+        wanted |= dict.fromkeys(_TRITON[key], value) if value is not None else {}
     body = {key: value for key, value in wanted.items() if key in endpoint.inputs}
     return f"/v2/models/{quote(endpoint.model, safe='')}/generate_stream", body
 
