@@ -20,13 +20,22 @@ from trtspec.text import Tokenizer
 from trtspec.verify.degenerate import degenerate_rows, degeneration, judge_degenerate
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.harness import HarnessItem, require_harness, run_harness
+from trtspec.verify.judge import judge_command
 from trtspec.verify.lossless import requests_for
-from trtspec.verify.noninferiority import judge_pairs
+from trtspec.verify.noninferiority import BASELINE, judge_pairs
 from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.retrieval import judge_retrieval, measure_retrieval, needles
 from trtspec.verify.sandbox import isolated
 from trtspec.verify.settings import Settings
-from trtspec.verify.tasks import TASKS_FILE, Item, Scored, judge_command, load_tasks, score_items, task_files
+from trtspec.verify.tasks import (
+    TASKS_FILE,
+    Item,
+    Scored,
+    load_tasks,
+    score_items,
+    task_files,
+    try_judge,
+)
 
 Stage = Callable[[str], Callable[[int, int], None]]
 
@@ -50,10 +59,19 @@ class Plan:
 
 
 def plan_suite(settings: Settings, gates: Gates, tokenizer: Tokenizer, max_seq_tokens: int) -> Plan:
-    """Read the tasks that settings or gates ask for. Raises InputError with every bad line, MissingError for
-    lm-evaluation-harness."""
+    """Read the tasks that settings or gates ask for, and try the judge. Raises InputError with every bad
+    line, MissingError for lm-evaluation-harness."""
     if settings.lm_eval:
         require_harness()
+    items = read_items(settings, gates, tokenizer, max_seq_tokens)
+    retrieval = settings.retrieval or gates.max_retrieval_loss is not None
+    return Plan(items, settings.lm_eval, retrieval)
+
+
+def read_items(
+    settings: Settings, gates: Gates, tokenizer: Tokenizer | None, max_seq_tokens: int | None
+) -> tuple[Item, ...]:
+    """The items of every file. Raises what :func:`plan_suite` does."""
     if settings.judge is not None:
         judge_command(settings.judge)
     paths = task_files(settings.tasks)
@@ -73,8 +91,9 @@ def plan_suite(settings: Settings, gates: Gates, tokenizer: Tokenizer, max_seq_t
             message = f"task {', '.join(sorted(twice))} is in an earlier file too; name it otherwise"
             raise InputError(Problem(message, file=str(path)))
         items += more
-    retrieval = settings.retrieval or gates.max_retrieval_loss is not None
-    return Plan(tuple(items), settings.lm_eval, retrieval)
+    if settings.judge is not None:
+        try_judge(settings.judge, items)
+    return tuple(items)
 
 
 def check_tasks(
@@ -192,6 +211,7 @@ def _row(item: Item, target: Scored, baseline: Scored, stops: frozenset[int]) ->
         written = item.kind != "choice"
         row |= {
             name: side.value,
+            f"{name}_error": side.error,
             f"{name}_why": side.why,
             f"{name}_output": side.output if written else None,
             f"{name}_tokens": list(side.tokens) if written else None,
@@ -226,15 +246,26 @@ def harness_rows(
     return rows
 
 
-def judge_task(task: str, rows: Sequence[Row], *, margin: float | None, alone: bool | None = None) -> Check:
+def judge_task(
+    task: str,
+    rows: Sequence[Row],
+    *,
+    margin: float | None,
+    alone: bool | None = None,
+    over: str = BASELINE,
+    left_out: str = "",
+) -> Check:
     """The verdict on one task's rows. ``margin``: gates.max_task_loss; ``alone``: whether code ran without a
-    network, None if none ran."""
+    network, None if none ran; ``over``: the baseline's name; ``left_out``: items that were not asked, and
+    why."""
     kinds = list(dict.fromkeys(str(row["kind"]) for row in rows))
+    errors = [str(row.get("target_error") or row.get("baseline_error") or "") for row in rows]
+    scored = [row for row, error in zip(rows, errors, strict=True) if not error]
     scores = [
-        [float("nan") if row[side] is None else float(row[side]) for row in rows]
+        [float("nan") if row[side] is None else float(row[side]) for row in scored]
         for side in ("target", "baseline")
     ]
-    lost = [row for row in rows if (row["baseline"] or 0) > (row["target"] or 0)]
+    lost = [row for row in scored if (row["baseline"] or 0) > (row["target"] or 0)]
     how = f"{', '.join(kinds)}; greedy answers, or log-likelihoods of choices"
     if "lm-eval" in kinds:
         how = f"lm-evaluation-harness, {', '.join(dict.fromkeys(str(row['metric']) for row in rows))} an item"
@@ -243,14 +274,19 @@ def judge_task(task: str, rows: Sequence[Row], *, margin: float | None, alone: b
         warnings = (
             "code ran in a process with limits, but with this machine's network: it has no namespaces",
         )
+    if left_out:
+        warnings += (left_out,)
+    arguments = {"task": task, "margin": margin, "alone": alone, "over": over, "left_out": left_out}
     return judge_pairs(
         f"task:{task}",
         task,
         *scores,
         margin=margin,
         how=how,
+        over=over,
+        unscored=[error for error in errors if error],
         evidence={"kinds": kinds, "code_without_network": alone},
-        records=Records("task", {"task": task, "margin": margin, "alone": alone}, {"items": rows}),
+        records=Records("task", arguments, {"items": rows}),
         warnings=warnings,
         details=tuple(f"{row['id']}: lost; {row['target_why'] or 'another choice'}" for row in lost[:10]),
     )

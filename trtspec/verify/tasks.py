@@ -28,33 +28,28 @@ model which cannot tell gains nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
-import shutil
-import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trtspec import process
 from trtspec.engine import Engine, Request
-from trtspec.errors import InputError, MissingError, Problem
+from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.prompts import DATA_FOLDER, read_lines
 from trtspec.ruler import run
 from trtspec.text import Tokenizer
 from trtspec.user_files import shown_path
+from trtspec.verify.judge import run_judge
 from trtspec.verify.sandbox import Limits, run_code
 
 Kind = Literal["exact", "regex", "choice", "code", "judge"]
 TASKS_FILE = DATA_FOLDER / "tasks.jsonl"
 BUILTIN = "builtin"
 """What --tasks is told instead of a file for :data:`TASKS_FILE`."""
-JUDGE_SECONDS = 300.0
-JUDGE_OUTPUT = 1_000_000
+JUDGE_PATIENCE = 5
+"""After so many failures in a row a judge is not asked any more."""
 CODE_LIMITS = Limits()
 _FIELDS = {
     *("id", "task", "kind", "prompt", "messages", "answer", "choices", "normalize", "extract", "ignore_case"),
@@ -80,6 +75,10 @@ class Item:
     first: int = 0
     weights: tuple[int, ...] = ()
     """Divisor of each choice's log-likelihood."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The chat that ``prompt`` renders, if it is one."""
+    texts: tuple[str, ...] = ()
+    """The choices as text."""
     extract: str = ""
     ignore_case: bool = False
     prefix: str = ""
@@ -89,13 +88,50 @@ class Item:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one engine made of one item. ``value`` in [0, 1]."""
+    """What one side made of one item. ``value`` in [0, 1], NaN with ``error``: why there is no score (a judge
+    or a server that failed), which says nothing about the answer."""
 
     value: float
     output: str = ""
     tokens: tuple[int, ...] = ()
     why: str = ""
     logprobs: tuple[float, ...] = ()
+    error: str = ""
+
+
+class Grader:
+    """Scores outputs of items. A judge that fails on one makes that item's error and no more; one that fails
+    :data:`JUDGE_PATIENCE` times in a row is not asked again."""
+
+    def __init__(self, judge: str | None = None, limits: Limits = CODE_LIMITS) -> None:
+        self._judge, self._limits = judge, limits
+        self._failures = 0
+        self._last = ""
+
+    def __call__(self, item: Item, output: str, tokens: tuple[int, ...] = ()) -> Scored:
+        if item.kind == "judge" and self._failures >= JUDGE_PATIENCE:
+            error = f"not judged: the judge failed {self._failures} times in a row ({self._last})"
+            return Scored(math.nan, output, tokens, error=error)
+        try:
+            value, why = grade(item, output, judge=self._judge, limits=self._limits)
+        except TrtspecError as failure:
+            if item.kind != "judge":
+                raise
+            self._failures += 1
+            self._last = " ".join(str(failure).split())[:200]
+            return Scored(math.nan, output, tokens, error=self._last)
+        if item.kind == "judge":
+            self._failures = 0
+        return Scored(value, output, tokens, why)
+
+
+def try_judge(command: str, items: Sequence[Item]) -> None:
+    """Ask the judge once, about the first item that it is to score, before anything is measured.
+
+    Raises what :func:`judged` does: a judge that is broken on this one is taken for broken on all."""
+    first = next((item for item in items if item.kind == "judge"), None)
+    if first is not None:
+        judged(command, first, first.answers[0] if first.answers else "an answer, to try the judge")
 
 
 def task_files(paths: Sequence[Path]) -> list[Path]:
@@ -104,11 +140,17 @@ def task_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def load_tasks(
-    path: Path, tokenizer: Tokenizer, *, max_seq_tokens: int, limit: int | None = None, judge: bool = False
+    path: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    max_seq_tokens: int | None = None,
+    limit: int | None = None,
+    judge: bool = False,
 ) -> list[Item]:
     """The items of a file, all of them or ``limit`` of each task, evenly spread.
 
-    ``judge``: whether there is a judge command. Raises InputError with every bad line.
+    ``tokenizer`` None: for servers that take text; items then have no tokens. ``judge``: whether there is a
+    judge command. Raises InputError with every bad line.
     """
     items: list[Item] = []
     problems: list[Problem] = []
@@ -120,7 +162,7 @@ def load_tasks(
             problems.append(Problem(str(error), file=shown_path(path), line=number))
             continue
         longest = max((len(item.tokens) + item.max_new_tokens, *map(len, item.choices)))
-        if longest > max_seq_tokens:
+        if max_seq_tokens is not None and longest > max_seq_tokens:
             message = f"needs {longest} tokens; limits.max_seq_tokens is {max_seq_tokens}"
             problems.append(Problem(message, file=shown_path(path), line=number))
         if (item.task, item.id) in seen:
@@ -141,7 +183,7 @@ def load_tasks(
     return chosen
 
 
-def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer, judge: bool) -> Item:
+def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer | None, judge: bool) -> Item:
     """The item of one line; ValueError with everything that is wrong with it."""
     wrong = [f"unknown field {key!r}" for key in value if key not in _FIELDS]
     kind: Kind = value.get("kind", "")
@@ -174,12 +216,15 @@ def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer
     if wrong:
         raise ValueError("; ".join(wrong))
     is_chat = "messages" in value
-    tokens = (
-        tokenizer.encode_chat(value["messages"]) if is_chat else tokenizer.encode(prompt) if prompt else []
-    )
-    # Something must come before the first scored token.
-    tokens = tokens or tokenizer.encode("") or [min(tokenizer.eos_token_ids, default=0)]
-    spelled, first = _spell(tokens, prompt, choices, tokenizer, is_chat)
+    tokens: list[int] = []
+    spelled: tuple[tuple[int, ...], ...] = ()
+    first = 0
+    if tokenizer is not None:
+        if prompt:
+            tokens = tokenizer.encode_chat(value["messages"]) if is_chat else tokenizer.encode(prompt)
+        # Something must come before the first scored token.
+        tokens = tokens or tokenizer.encode("") or [min(tokenizer.eos_token_ids, default=0)]
+        spelled, first = _spell(tokens, prompt, choices, tokenizer, is_chat)
     by_bytes = value.get("normalize") == "bytes"
     return Item(
         id=str(value.get("id", f"line-{number}")),
@@ -197,10 +242,14 @@ def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer
         prefix=value.get("prefix", "" if is_chat else prompt),
         stop=tuple(stop),
         max_new_tokens=0 if kind == "choice" else max_new,
+        messages=tuple(value["messages"]) if is_chat else (),
+        texts=tuple(choices),
     )
 
 
-def _prompt(value: Mapping[str, Any], tokenizer: Tokenizer, may_be_empty: bool, wrong: list[str]) -> str:
+def _prompt(
+    value: Mapping[str, Any], tokenizer: Tokenizer | None, may_be_empty: bool, wrong: list[str]
+) -> str:
     messages, prompt = value.get("messages"), value.get("prompt")
     if (messages is None) == (prompt is None) and not (may_be_empty and messages is None):
         wrong.append("needs either prompt or messages")
@@ -217,6 +266,8 @@ def _prompt(value: Mapping[str, Any], tokenizer: Tokenizer, may_be_empty: bool, 
     ):
         wrong.append("messages must be a list of objects with role and content")
         return ""
+    if tokenizer is None:
+        return "\n\n".join(str(one["content"]) for one in messages)
     if not tokenizer.has_chat_template:
         wrong.append("messages need a model with a chat template; use prompt")
         return ""
@@ -307,9 +358,8 @@ def score_items(
 ) -> list[Scored]:
     """What an engine makes of ``items``, in their order. ``writer`` generates, ``scorer`` gives
     log-likelihoods: the same weights, with drafts and without.
-
-    Raises InputError for a judge that gives no score, MissingError for one that is not there.
     """
+    graded = Grader(judge, limits)
     found: dict[int, Scored] = {}
     asked = [number for number, item in enumerate(items) if item.kind != "choice"]
     requests = [
@@ -327,8 +377,7 @@ def score_items(
                 [token for token in answer.tokens if token not in tokenizer.eos_token_ids]
             )
             output = cut(output, items[number].stop)
-            value, why = grade(items[number], output, judge=judge, limits=limits)
-            found[number] = Scored(value, output, answer.tokens, why)
+            found[number] = graded(items[number], output, answer.tokens)
     return [found[number] for number in range(len(items))]
 
 
@@ -392,55 +441,13 @@ def program_of(item: Item, output: str) -> str:
     return f"{code}\n\n{item.answers[0]}\n"
 
 
-def judge_command(command: str) -> list[str]:
-    """The words of the judge's command. InputError if there are none, MissingError without the program."""
-    try:
-        argv = shlex.split(command)
-    except ValueError as error:
-        raise InputError(Problem(f"not a command: {error}", key="--judge")) from None
-    if not argv:
-        raise InputError(Problem("is empty; give a command", key="--judge"))
-    if shutil.which(argv[0]) is None:
-        raise MissingError(f"--judge: {argv[0]}: no such program; give its path, or install it")
-    return argv
-
-
 def judged(command: str, item: Item, output: str) -> float:
-    """The score that the judge gives: ``command`` is run with the path of a JSON file (id, task, prompt,
-    answer, output) as its last argument, and its last line must be a number from 0 to 1.
-
-    Raises InputError for anything else, MissingError where there is no such program.
-    """
-    argv = judge_command(command)
-    said: deque[str] = deque(maxlen=process.TAIL_LINES)
-    size = 0
-
-    def heard(line: str) -> None:
-        nonlocal size
-        said.append(line)
-        size += len(line) + 1
-        if size > JUDGE_OUTPUT:
-            message = f"item {item.id!r}: printed over {JUDGE_OUTPUT:,} characters; a number is enough"
-            raise InputError(Problem(message, key="--judge"))
-
-    with tempfile.TemporaryDirectory(prefix="trtspec-judge-") as name:
-        question = {
-            "id": item.id,
-            "task": item.task,
-            "prompt": item.prompt,
-            "answer": item.answers[0] if item.answers else None,
-            "output": output,
-        }
-        path = Path(name) / "item.json"
-        path.write_text(json.dumps(question, ensure_ascii=False), encoding="utf-8")
-        process.run([*argv, str(path)], timeout_s=JUDGE_SECONDS, on_line=heard, foreign=True)
-    lines = [line for line in said if line.strip()]
-    try:
-        value = float(lines[-1])
-    except (IndexError, ValueError):
-        value = math.nan
-    if not 0 <= value <= 1:
-        last = lines[-1][:80] if lines else ""
-        message = f"item {item.id!r}: the last line must be a number from 0 to 1, it is {last!r}"
-        raise InputError(Problem(message, key="--judge"))
-    return value
+    """The judge's score of ``output``. Raises what :func:`run_judge` does."""
+    question = {
+        "id": item.id,
+        "task": item.task,
+        "prompt": item.prompt,
+        "answer": item.answers[0] if item.answers else None,
+        "output": output,
+    }
+    return run_judge(command, question)
