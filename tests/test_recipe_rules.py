@@ -131,6 +131,19 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gates-acceptance-length", {"gates": {"min_acceptance_length": 1.1}}, {"gates": {"min_acceptance_length": 1.0}}, "gates.min_acceptance_length"),
     ("gates-speedup", {"gates": {"min_speedup": 1.1}}, {"speculation": NGRAM}, "gates.min_speedup"),
     ("gates-speedup", {"gates": {"min_speedup_over_baseline": 1.1}}, {"quantization": {"kind": "fp8"}}, "gates.min_speedup_over_baseline"),
+    ("gates-speedup", {"gates": {"min_speedup_by_load": 1.1}}, {"quantization": {"kind": "fp8"}}, "gates.min_speedup_by_load"),
+    ("gates-speedup", {"gates": {"load": {"rate_per_s": 2.0}, "min_speedup_under_load": 1.1}}, {"speculation": NGRAM}, "gates.min_speedup_under_load"),
+    ("gates-load", {"gates": {"load": {"concurrency": 8, "rate_per_s": 2.0}}}, {"gates": {"load": {"rate_per_s": None}}}, "gates.load.rate_per_s"),
+    ("gates-load", {"gates": {"slo": {"tpot_ms": 50.0}}}, {"gates": {"load": {"concurrency": 8}}}, "gates.slo.tpot_ms"),
+    ("gates-load", {"gates": {"min_tokens_per_s": 50.0}}, {"gates": {"load": {"rate_per_s": 0.5}}}, "gates.min_tokens_per_s"),
+    ("gates-load", {"gates": {"load": {"requests": 50}}}, {"gates": {"load": {"concurrency": 1}}}, "gates.load"),
+    ("gates-goodput", {"gates": {"load": {"concurrency": 8}, "min_goodput": 0.9}}, {"gates": {"slo": {"e2e_ms": 900.0}}}, "gates.min_goodput"),
+    ("gates-goodput", {"gates": {"load": {"concurrency": 8}, "slo": {"ttft_ms": 900.0, "e2e_ms": 800.0}}}, {"gates": {"slo": {"e2e_ms": 900.0}}}, "gates.slo.e2e_ms"),
+    ("gates-load-requests", {"gates": {"load": {"concurrency": 8, "requests": 391}, "max_p99_ttft_ms": 9.0}}, {"gates": {"load": {"requests": 392}}}, "gates.load.requests"),
+    ("gates-load-requests", {"gates": {"load": {"rate_per_s": 8.0, "requests": 400}, "max_p99_tpot_ms": 9.0}}, {"gates": {"max_p99_tpot_ms": None}}, "gates.load.requests"),
+    ("gates-load-limits", {"gates": {"load": {"concurrency": 8, "input_tokens": 1025}}}, {"gates": {"load": {"input_tokens": 1024}}}, "gates.load.input_tokens"),
+    ("gates-load-limits", {"gates": {"load": {"concurrency": 8, "input_tokens": 1024, "output_tokens": 1025}}}, {"gates": {"load": {"output_tokens": 1024}}}, "gates.load.output_tokens"),
+    ("gates-load-queue", {"gates": {"load": {"concurrency": 17}}}, {"limits": {"max_batch_size": 17}}, "gates.load.concurrency"),
 ]  # fmt: skip
 
 

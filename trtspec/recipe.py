@@ -44,6 +44,7 @@ TreePaths = Annotated[tuple[TreePath, ...], Field(strict=False, max_length=255)]
 Patterns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, max_length=1000)]
 Folder = Annotated[str, Field(min_length=1, max_length=4096)]
 MaxConcurrency = Annotated[int, Field(ge=1, le=8192)]
+Milliseconds = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class _Mapping(BaseModel):
@@ -448,6 +449,33 @@ class Serving(_Mapping):
     """Used when a request does not say how many tokens it wants."""
 
 
+class Load(_Mapping):
+    """The load under which ``gates`` are about latency, goodput and throughput: a closed loop of
+    ``concurrency`` requests or Poisson arrivals at ``rate_per_s``, one of the two."""
+
+    concurrency: Annotated[int, Field(ge=1, le=8192)] | None = None
+    """Requests in flight at any time; beyond ``limits.max_batch_size`` they wait."""
+    rate_per_s: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Requests a second, arriving at random times of their own."""
+    requests: Annotated[int, Field(ge=10, le=1_000_000)] | None = None
+    """Requests measured; null: as many as a p99 needs."""
+    input_tokens: TokenCount | None = None
+    """Prompts are lengthened to about this by text before their question; null: as they are."""
+    output_tokens: Annotated[int, Field(ge=2, le=2**24)] | None = None
+    """Longest answer; null: 32."""
+
+
+class ServiceLevel(_Mapping):
+    """What one request may take under ``gates.load``; null: no bound."""
+
+    ttft_ms: Milliseconds | None = None
+    """Time to its first token, from when it was due."""
+    tpot_ms: Milliseconds | None = None
+    """Time per token after the first."""
+    e2e_ms: Milliseconds | None = None
+    """Time to its last token, from when it was due."""
+
+
 class Gates(_Mapping):
     """What ``trtspec verify`` must show for exit code 0. null: measured and reported, not required."""
 
@@ -459,9 +487,10 @@ class Gates(_Mapping):
     min_acceptance_length: Annotated[float, Field(ge=1.0, le=256.0)] | None = None
     """Tokens per target step, bonus token included."""
     min_speedup: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
-    """Tokens/s over the same weights without speculation: lower end of the interval."""
+    """Tokens/s over the same weights without speculation, one request at a time: lower end of the interval."""
     min_speedup_over_baseline: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
-    """Tokens/s over the 16-bit baseline without speculation: lower end of the interval."""
+    """Tokens/s over the 16-bit baseline without speculation, one request at a time: lower end of the
+    interval."""
     max_mean_kl: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
     """Mean KL(16-bit baseline || target) of the next token's law, in nats: upper end of the interval."""
     max_p99_kl: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
@@ -477,6 +506,23 @@ class Gates(_Mapping):
     max_degenerate_rise: Annotated[float, Field(gt=0.0, le=0.5)] | None = None
     """The same for answers that are no text (empty, one token, a loop). null: only a rise beyond chance
     fails."""
+    min_speedup_by_load: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
+    """The speedup at the worst of the loads of ``verify --load`` (length, task, language, batch): lower end of
+    each one's interval."""
+    load: Load = Load()
+    """The load of the gates below."""
+    slo: ServiceLevel = ServiceLevel()
+    """What one request may take there."""
+    min_goodput: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of requests within ``slo``: lower end of the interval."""
+    max_p99_ttft_ms: Milliseconds | None = None
+    """99th percentile of the time to the first token: upper end of the interval."""
+    max_p99_tpot_ms: Milliseconds | None = None
+    """99th percentile of a request's time per token after the first: upper end of the interval."""
+    min_tokens_per_s: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
+    """Throughput, all answers together: lower end of the interval."""
+    min_speedup_under_load: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
+    """Throughput over that of the same weights without speculation: lower end of the interval."""
 
 
 class Recipe(_Mapping):

@@ -73,6 +73,9 @@ def markdown() -> str:
         if name == "quantization":
             calibration = resolve({"$ref": "#/$defs/Calibration"})
             parts.append(f"\n### calibration\n\n{_prose(calibration)}\n\n{_table(calibration)}")
+        for key, value in () if variants(resolved) else resolved["properties"].items():
+            if not _is_scalar(resolve(value)):
+                parts.append(f"\n### {name}.{key}\n\n{_prose(resolve(value))}\n\n{_table(resolve(value))}")
     for introduction, rules in ((_RULES_INTRODUCTION, RULES), (_MODEL_RULES_INTRODUCTION, MODEL_RULES)):
         rows = [
             f"| `{rule.id}` | {rule.severity} | {', '.join(rule.reads)} | {_cell(rule.why)} |"

@@ -5,12 +5,15 @@ They hold for the TensorRT-LLM versions that a recipe can name: engines 0.17 to 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from trtspec.recipe import (
     Eagle3Speculation,
     EagleSpeculation,
     ExactAcceptance,
+    Gates,
+    Load,
     LookaheadSpeculation,
     MedusaSpeculation,
     NoQuantization,
@@ -159,3 +162,29 @@ def paged_context_off(recipe: Recipe) -> str | None:
     if isinstance(recipe.backend, PytorchBackend) and kv == "fp8" and weights == "w4a16_awq":
         return "kv_cache fp8 with w4a16_awq weights has no paged context kernel"
     return None
+
+
+LOAD_GATES = (
+    "min_goodput",
+    "max_p99_ttft_ms",
+    "max_p99_tpot_ms",
+    "min_tokens_per_s",
+    "min_speedup_under_load",
+)
+"""Keys of ``gates`` that are about ``gates.load``, beside ``slo``."""
+P99_REQUESTS = 368
+"""The least number of requests for which a p99 has an interval from order statistics (0.99^n <= 0.025)."""
+
+
+def asks_of_load(gates: Gates) -> list[str]:
+    """The keys given of ``gates`` that are about its load."""
+    given = [f"slo.{key}" for key, value in gates.slo if value is not None]
+    return given + [key for key in LOAD_GATES if getattr(gates, key) is not None]
+
+
+def requests_for_p99(load: Load) -> int:
+    """Requests of which enough fall into the steady state: a closed loop loses about three times its
+    concurrency to filling and draining, an open one its first tenth (by time, so a few more)."""
+    if load.rate_per_s is not None:
+        return math.ceil(P99_REQUESTS * 1.15)
+    return P99_REQUESTS + 3 * (load.concurrency or 1)

@@ -36,11 +36,13 @@ from trtspec.recipe_facts import (
     CONCURRENCY_VERSIONS,
     REJECTION_VERSIONS,
     SPECULATION_ON,
+    asks_of_load,
     drafted_positions,
     fidelity,
     is_quantized,
     longest_acceptance,
     paged_context_off,
+    requests_for_p99,
     tree_nodes,
 )
 from trtspec.versions import VersionRange, parse_range
@@ -602,16 +604,94 @@ def _speedup_over_itself(recipe: Recipe) -> Iterator[Finding]:
     gates = recipe.gates
     if recipe.speculation.kind != "none":
         return
-    if gates.min_speedup is not None:
-        yield (
-            ("gates", "min_speedup"),
-            "measures what speculation gains, and speculation is none; remove it, or choose a method",
-        )
+    for key in ("min_speedup", "min_speedup_under_load"):
+        if getattr(gates, key) is not None:
+            yield (
+                ("gates", key),
+                "measures what speculation gains, and speculation is none; remove it, or choose a method",
+            )
     plain = not is_quantized(recipe.quantization)
-    if plain and gates.min_speedup_over_baseline is not None:
+    for key in ("min_speedup_over_baseline", "min_speedup_by_load"):
+        if plain and getattr(gates, key) is not None:
+            yield (
+                ("gates", key),
+                "the recipe is its own baseline (no quantization, no speculation); remove it",
+            )
+
+
+def _one_load(recipe: Recipe) -> Iterator[Finding]:
+    """A latency means nothing without its load: so many requests in flight, or so many a second."""
+    load, asked = recipe.gates.load, asks_of_load(recipe.gates)
+    if load.concurrency is not None and load.rate_per_s is not None:
         yield (
-            ("gates", "min_speedup_over_baseline"),
-            "the recipe is its own baseline (no quantization, no speculation); remove it",
+            ("gates", "load", "rate_per_s"),
+            f"found {load.rate_per_s:g} beside concurrency {load.concurrency}; a load is a closed loop or "
+            "has a rate; remove one of the two",
+        )
+    if load.concurrency is not None or load.rate_per_s is not None:
+        return
+    if asked:
+        path = ("gates", *asked[0].split("."))
+        yield path, "says nothing without its load; add gates.load: {concurrency: 8} or {rate_per_s: 2}"
+    elif any(value is not None for _, value in load):
+        yield ("gates", "load"), "needs concurrency or rate_per_s; add one of the two"
+
+
+def _goodput_of_something(recipe: Recipe) -> Iterator[Finding]:
+    """Goodput counts the requests that meet every objective; without one it counts them all."""
+    gates = recipe.gates
+    if gates.min_goodput is not None and all(value is None for _, value in gates.slo):
+        yield (
+            ("gates", "min_goodput"),
+            f"found {gates.min_goodput:g}, and gates.slo has no objective to meet; add one, such as "
+            "slo: {ttft_ms: 500}, or remove it",
+        )
+    if None not in (gates.slo.ttft_ms, gates.slo.e2e_ms) and (gates.slo.e2e_ms or 0) < (
+        gates.slo.ttft_ms or 0
+    ):
+        yield (
+            ("gates", "slo", "e2e_ms"),
+            f"found {gates.slo.e2e_ms:g}, below ttft_ms {gates.slo.ttft_ms:g}: the last token would have to "
+            "come before the first may; raise it",
+        )
+
+
+def _requests_for_a_tail(recipe: Recipe) -> Iterator[Finding]:
+    """A p99 of fewer requests has no interval, so its gate could never be decided."""
+    load, gates = recipe.gates.load, recipe.gates
+    needed = requests_for_p99(load)
+    tails = [key for key in ("max_p99_ttft_ms", "max_p99_tpot_ms") if getattr(gates, key) is not None]
+    if tails and load.requests is not None and load.requests < needed:
+        yield (
+            ("gates", "load", "requests"),
+            f"found {load.requests}; {tails[0]} needs {needed}, of which 368 fall into the steady state; "
+            f"raise it to {needed}, or remove it",
+        )
+
+
+def _load_fits(recipe: Recipe) -> Iterator[Finding]:
+    """The engine refuses prompts and answers beyond its limits."""
+    load, limits = recipe.gates.load, recipe.limits
+    if load.input_tokens is not None and load.input_tokens > limits.max_input_tokens:
+        yield (
+            ("gates", "load", "input_tokens"),
+            f"found {load.input_tokens}; limits.max_input_tokens is {limits.max_input_tokens}; lower it",
+        )
+    elif (load.input_tokens or 1) + (load.output_tokens or 2) > limits.max_seq_tokens:
+        yield (
+            ("gates", "load", "output_tokens" if load.output_tokens else "input_tokens"),
+            f"prompt and answer exceed limits.max_seq_tokens {limits.max_seq_tokens}; lower it",
+        )
+
+
+def _load_queues(recipe: Recipe) -> Iterator[Finding]:
+    """More requests in flight than the batch holds wait, and their waiting is in TTFT."""
+    load, batch = recipe.gates.load, recipe.limits.max_batch_size
+    if load.concurrency is not None and load.concurrency > batch:
+        yield (
+            ("gates", "load", "concurrency"),
+            f"{load.concurrency} is more than limits.max_batch_size {batch}: the others wait, and that is "
+            "in TTFT",
         )
 
 
@@ -664,6 +744,11 @@ _TABLE = (
     _rule("serving-ports", "error", "serving", _ports),
     _rule("gates-acceptance-length", "error", "gates speculation", _impossible_acceptance),
     _rule("gates-speedup", "error", "gates speculation quantization", _speedup_over_itself),
+    _rule("gates-load", "error", "gates", _one_load),
+    _rule("gates-goodput", "error", "gates", _goodput_of_something),
+    _rule("gates-load-requests", "error", "gates", _requests_for_a_tail),
+    _rule("gates-load-limits", "error", "gates limits", _load_fits),
+    _rule("gates-load-queue", "note", "gates limits", _load_queues),
 )
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _TABLE}

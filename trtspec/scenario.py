@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trtspec.errors import InputError, Problem
-from trtspec.recipe import NAME_PATTERN, TokenCount
+from trtspec.recipe import NAME_PATTERN, Milliseconds, TokenCount
 from trtspec.recipe_file import allowed, found
 from trtspec.recipe_yaml import Document, dotted, dump_plain, read_document, visible
 
@@ -35,7 +35,6 @@ MAX_FILE_BYTES = 100_000
 
 Task = Literal["chat", "code", "math", "qa", "rag", "summarization", "translation"]
 Fidelity = Literal["exact", "distribution", "approximate"]
-Milliseconds = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class _Mapping(BaseModel):
