@@ -9,23 +9,32 @@ baseline to the same prompt is not.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.noninferiority import judge_pairs, mcnemar
+from trtspec.verify.noninferiority import BASELINE, judge_pairs, mcnemar
 from trtspec.verify.records import Records, Row
 
 MIN_RUN = 8
 """Repetitions of one token that no sentence needs."""
 MIN_LOOP = 16
 """Tokens that a loop must fill, three times around at least."""
+_PIECE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w{1,4}|[^\w\s]")
 NEW_FAULTS_P = 0.01
 """Without a gate, one-sided exact McNemar test: more new faults than chance gives are a FAIL."""
 
 
-def degeneration(tokens: Sequence[int], stop_tokens: Iterable[int] = ()) -> str:
-    """What is wrong with an answer: "empty", "one token", "loop", or "" if nothing is.
+def pieces(text: str) -> list[str]:
+    """What stands for the tokens of an answer of which only the text is known: characters of scripts without
+    spaces, marks, and words in parts of up to four letters."""
+    return _PIECE.findall(text)
+
+
+def degeneration(tokens: Sequence[object], stop_tokens: Iterable[object] = ()) -> str:
+    """What is wrong with an answer (token ids, or :func:`pieces`): "empty", "one token", "loop", or "" if
+    nothing is.
 
     *one token*: at least :data:`MIN_RUN` times in a row, and that is half of the answer or more. *loop*: the
     answer ends in at least three rounds of the same tokens, which fill half of it and :data:`MIN_LOOP`
@@ -73,8 +82,9 @@ def degenerate_rows(
     ]
 
 
-def judge_degenerate(rows: Sequence[Row], *, margin: float | None) -> Check:
-    """The verdict on :func:`degenerate_rows`. ``margin``: the recipe's gates.max_degenerate_rise.
+def judge_degenerate(rows: Sequence[Row], *, margin: float | None, over: str = BASELINE) -> Check:
+    """The verdict on :func:`degenerate_rows`. ``margin``: the recipe's gates.max_degenerate_rise;
+    ``over``: the baseline's name.
 
     Without one, more new faults than chance explains still are a FAIL: an engine that writes no text is at
     fault whatever the gates ask.
@@ -83,7 +93,7 @@ def judge_degenerate(rows: Sequence[Row], *, margin: float | None) -> Check:
     bad = [row for row in rows if row["target"]]
     new = [row for row in bad if not row["baseline"]]
     cured = sum(1 for row in rows if row["baseline"] and not row["target"])
-    records = Records("degenerate", {"margin": margin}, {"answers": rows})
+    records = Records("degenerate", {"margin": margin, "over": over}, {"answers": rows})
     kinds = {kind: sum(row["target"] == kind for row in rows) for kind in ("empty", "one token", "loop")}
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count) or "none degenerate"
     details = tuple(f"{row['stage']}: {row['id']}: {row['target']}" for row in new[:10])
@@ -93,6 +103,7 @@ def judge_degenerate(rows: Sequence[Row], *, margin: float | None) -> Check:
         [float(not row["target"]) for row in rows],
         [float(not row["baseline"]) for row in rows],
         margin=margin,
+        over=over,
         how=(
             f"every generated answer; one token: {MIN_RUN} times in a row and half the answer; loop: "
             f"three rounds at its end, {MIN_LOOP} tokens and half the answer"

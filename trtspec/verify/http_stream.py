@@ -42,6 +42,11 @@ class Refused(Exception):
         super().__init__(f"HTTP {status}: {body[:200] or 'no reason given'}")
 
 
+def refused(status: int, body: bytes) -> Refused:
+    """The error of an answer that is no success, with the server's own reason."""
+    return Refused(status, _reason(body))
+
+
 class Silent(Exception):
     """Nothing came, or what came is not the protocol."""
 

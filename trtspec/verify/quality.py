@@ -49,9 +49,11 @@ def judge(
     source: str,
     agreements: int | None = None,
     over: str = BASELINE,
+    unscored: Sequence[str] = (),
 ) -> Check:
     """The verdict over log-probabilities ``[text][token]`` of both. A log-probability that is not a
-    finite number is an ERROR: dropping it would hide the worst tokens. ``over``: the baseline's name."""
+    finite number is an ERROR: dropping it would hide the worst tokens. ``over``: the baseline's
+    name; ``unscored``: a line for each text that a server failed on, with which it is no PASS."""
     how = (
         f"{source}; teacher-forced through each engine's own weights and KV cache format, the same tokens; "
         "exp(mean(baseline - target log-probability)); 95 % bootstrap over whole texts"
@@ -63,13 +65,13 @@ def judge(
     if counts != [len(text) for text in baseline]:
         broken = "the two engines scored different numbers of tokens"
     elif not flat_target:
-        broken = "no tokens were scored"
+        broken = f"no text could be scored: {unscored[0]}" if unscored else "no tokens were scored"
     elif not all(map(math.isfinite, (*flat_target, *flat_baseline))):
         broken = "a log-probability is not a finite number"
     if broken:
         return Check(
             "quality",
-            Verdict.ERROR,
+            Verdict.INCONCLUSIVE if unscored and not flat_target else Verdict.ERROR,
             broken,
             required=bound is not None,
             bound=bound,
@@ -89,7 +91,7 @@ def judge(
         "perplexity_baseline": math.exp(-math.fsum(flat_baseline) / total),
         "top1_agreement": None if agreements is None else agreements / total,
     }
-    return gated(
+    check = gated(
         name="quality",
         what=(
             f"perplexity {evidence['perplexity_target']:.2f} against {evidence['perplexity_baseline']:.2f} "
@@ -104,3 +106,8 @@ def judge(
         how=how,
         evidence=evidence,
     )
+    if unscored:
+        text = f"{check.summary}; {len(unscored)} more texts could not be scored: {unscored[0]}"
+        verdict = check.verdict if check.verdict is Verdict.FAIL else Verdict.INCONCLUSIVE
+        return replace(check, verdict=verdict, summary=text)
+    return check
