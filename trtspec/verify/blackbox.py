@@ -30,7 +30,7 @@ from trtspec.prompts import Prompt
 from trtspec.ruler import run
 from trtspec.stats import scipy
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.power import LOOKS, SUITE_ALPHA, draws_needed, holm, look_levels, pool
+from trtspec.verify.power import LOOKS, SUITE_ALPHA, draws_needed, holm, least_bias, look_levels, pool
 
 Answers = Mapping[str, Sequence[Sequence[int]]]
 """By prompt id, the tokens of each answer, in the order drawn."""
@@ -42,7 +42,12 @@ OUTCOMES = 3
 _LEAST = 5
 _SEED = 20260612
 _EXCEEDANCES = 20
-_CHUNK = 500
+_CHUNKS = (50, 500)
+"""The first and the later blocks of permutations: equal laws mostly stop in the first."""
+_MOST_GRAMS = 500
+"""The commonest of both sides together: which they are does not depend on who said them."""
+_SHUFFLE = 8
+"""Answers a kind from which on drawing counts is faster than shuffling answers."""
 _MOST = 10_000
 """Permutations. The first looks ask for p-values that so many do not show: n-grams wait for the last."""
 
@@ -57,22 +62,40 @@ def planned_answers(
     return 2 * draws_needed(bias, OUTCOMES, alpha=last / _num_tests(prompts, first_tokens))
 
 
+def found_bias(
+    answers: int, prompts: int, *, first_tokens: int = FIRST_TOKENS, alpha: float = SUITE_ALPHA
+) -> float:
+    """The smallest bias w^2 that so many answers a prompt and side find with power 0.99: the inverse of
+    :func:`planned_answers`. Infinite for fewer than two."""
+    last = look_levels(LOOKS, alpha)[-1]
+    return least_bias(answers // 2, OUTCOMES, alpha=last / _num_tests(prompts, first_tokens))
+
+
 def _num_tests(prompts: int, first_tokens: int) -> int:
     return prompts * (first_tokens + 1)
 
 
-def same_beginnings(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], length: int) -> float:
-    """p-value of the first ``length`` tokens having one law: chi-square of a 2 x k table, in which cells
-    expect at least 5 on either side; 1.0 where fewer than two cells are left."""
+def beginnings(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], length: int) -> Any:
+    """How often each beginning of ``length`` tokens came, [2, cells]; rare ones are one cell, so that all
+    expect at least 5 on either side."""
     counts = [Counter(tuple(one[:length]) for one in side) for side in (left, right)]
     kinds = sorted(counts[0] | counts[1])
     table = np.array([[side[kind] for kind in kinds] for side in counts], dtype=np.float64)
     both = table.sum(0)
     share = min(len(left), len(right)) / (len(left) + len(right))
     first, total = pool(table[0], both, _LEAST / share)
-    if len(total) < 2:
+    return np.array([first, total - first])
+
+
+def same_beginnings(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], length: int) -> float:
+    """p-value of the first ``length`` tokens having one law: chi-square of the table of
+    :func:`beginnings`; 1.0 where fewer than two cells are left."""
+    table = beginnings(left, right, length)
+    if table.shape[1] < 2:
         return 1.0
-    return float(scipy("stats").chi2_contingency(np.array([first, total - first]), correction=False).pvalue)
+    expected = table.sum(1, keepdims=True) * table.sum(0) / table.sum()
+    statistic = float(((table - expected) ** 2 / expected).sum())
+    return float(scipy("special").chdtrc(table.shape[1] - 1, statistic))
 
 
 def same_grams(
@@ -83,25 +106,37 @@ def same_grams(
     Permutations stop once 20 reached the observed value (Besag and Clifford 1991, exact at any stopping), or
     when there are enough of them for a p-value of ``least``.
     """
-    answers = [*left, *right]
-    grams = [Counter(tuple(one[i : i + GRAM]) for i in range(len(one) - GRAM + 1)) for one in answers]
-    total: Counter[tuple[int, ...]] = sum(grams, Counter())
-    kept = [gram for gram, count in total.items() if count >= _LEAST]
+    kinds = Counter(map(tuple, left)) + Counter(map(tuple, right))
+    grams = [Counter(one[i : i + GRAM] for i in range(len(one) - GRAM + 1)) for one in kinds]
+    total: Counter[tuple[int, ...]] = Counter()
+    for found, answers in zip(grams, kinds.values(), strict=True):
+        for gram, count in found.items():
+            total[gram] += answers * count
+    kept = [gram for gram, count in total.most_common(_MOST_GRAMS) if count >= _LEAST]
     if not kept or not left or not right:
         return 1.0
     counts = np.array([[one[gram] for gram in kept] for one in grams], dtype=np.float64)
-    both = counts.sum(0)
+    times = np.array(list(kinds.values()))
+    both, n, m = times @ counts, len(left), len(right)
 
-    def statistic(signs: Any) -> Any:
-        return ((signs @ counts) ** 2 / both).sum(-1)
+    def statistic(mine: Any) -> Any:
+        # Frequencies times both numbers of answers are whole, so that equal ones differ by 0.
+        return (((n + m) * (mine @ counts) - n * both) ** 2 / both).sum(-1)
 
-    # a and b are frequencies; times both numbers of answers they are whole, so that equal ones differ by 0.
-    signs = np.array([float(len(right))] * len(left) + [-float(len(left))] * len(right))
-    observed = float(statistic(signs)) * (1 - 1e-12)
+    in_left = Counter(map(tuple, left))
+    observed = float(statistic(np.array([float(in_left[kind]) for kind in kinds]))) * (1 - 1e-12)
     chance, most = np.random.default_rng(seed), min(int(np.ceil(2 / least)), _MOST)
+    # Equal answers are one kind: which of them change sides does not matter, only how many.
+    few = _SHUFFLE * len(kinds) < n + m
+    labels = np.repeat(np.arange(len(kinds)), times)
     reached = tried = 0
     while tried < most:
-        block = chance.permuted(np.tile(signs, (min(_CHUNK, most - tried), 1)), axis=1)
+        size = min(_CHUNKS[1 if tried else 0], most - tried)
+        if few:
+            block = chance.multivariate_hypergeometric(times, n, size=size).astype(np.float64)
+        else:
+            shuffled = chance.permuted(np.tile(labels, (size, 1)), axis=1)[:, :n]
+            block = np.array([np.bincount(row, minlength=len(kinds)) for row in shuffled], dtype=np.float64)
         hits = np.flatnonzero(statistic(block) >= observed)
         if reached + len(hits) >= _EXCEEDANCES:
             return float(_EXCEEDANCES / (tried + hits[_EXCEEDANCES - reached - 1] + 1))
