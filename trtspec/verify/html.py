@@ -15,6 +15,7 @@ from typing import Any
 
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import Lang, Say, check_title, speaker
+from trtspec.verify.phrases import told
 from trtspec.verify.plots import MARKS, Figure, figures
 from trtspec.verify.render import cells, provenance, verdict
 from trtspec.verify.report import VERDICT_WORDS, Report, check_fields, pitfalls
@@ -28,14 +29,14 @@ _LANG_TAG = {"en": "en", "zh": "zh-Hans"}
 
 def page(report: Report, lang: Lang = "en") -> str:
     """The whole document."""
-    say = speaker(lang)
+    say, report = speaker(lang), told(report, lang)
     title = say("title", name=report.recipe_name)
     sections = [
         ("checks", say("checks"), _table(report.checks, say)),
         ("plots", say("plots"), _plots(figures(report, say), say)),
         ("details", say("details"), "".join(_detail(*one, say) for one in enumerate(report.checks))),
         ("pitfalls", say("pitfalls"), _pitfalls(report, say)),
-        ("notes", say("notes"), "".join(f"<p lang='en'>{escape(note)}</p>" for note in report.notes)),
+        ("notes", say("notes"), "".join(f"<p>{escape(note)}</p>" for note in report.notes)),
         ("provenance", say("provenance"), _provenance(report, say)),
     ]
     sections = [one for one in sections if one[2]]
@@ -130,9 +131,9 @@ def _plot(figure: Figure, say: Say) -> str:
 def _detail(number: int, check: Check, say: Say) -> str:
     title = check_title(check.name, say)
     parts = [f"<p class='title'>{escape(title)}</p>" if title else ""]
-    parts.append(f"<p lang='en'>{escape(check.summary)}</p>")
+    parts.append(f"<p>{escape(check.summary)}</p>")
     if check.details:
-        parts.append("<ul lang='en'>" + "".join(f"<li>{escape(one)}</li>" for one in check.details) + "</ul>")
+        parts.append("<ul>" + "".join(f"<li>{escape(one)}</li>" for one in check.details) + "</ul>")
     parts += [f"<p class='warning'>{escape(say('warning', text=one))}</p>" for one in check.warnings]
     if check.how:
         parts.append(f"<p class='how'>{escape(say('how', text=check.how))}</p>")

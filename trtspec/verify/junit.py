@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import Lang, check_title, speaker
+from trtspec.verify.phrases import told
 from trtspec.verify.render import verdict
 from trtspec.verify.report import Report, pitfalls
 
@@ -21,7 +22,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 def junit(report: Report, lang: Lang = "en") -> str:
     """The XML document."""
-    say = speaker(lang)
+    say, report = speaker(lang), told(report, lang)
     root = ElementTree.Element("testsuites", name=_clean(report.recipe_name))
     checks = ElementTree.SubElement(root, "testsuite", name=_clean(f"trtspec.verify.{report.recipe_name}"))
     checks.set("timestamp", _clean(report.created.split("+")[0]))

@@ -1,5 +1,5 @@
 """A report for eyes: terminal lines and Markdown, in English or Chinese. Pure: the same report gives the same
-text. What checks say of themselves is evidence and shown as it stands.
+text. What checks say of themselves is said in Chinese by :mod:`trtspec.verify.phrases`.
 """
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import textwrap
 import unicodedata
 from collections.abc import Mapping
 
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import TEXTS, Lang, Say, check_title, speaker
+from trtspec.verify.phrases import told
 from trtspec.verify.report import VERDICT_WORDS, Report, pitfalls, plain
 
 _VERDICT_WIDTH = 13
@@ -22,7 +22,7 @@ _INDENT = " " * 4
 
 def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
     """The checks as a table, one after the other, the pitfalls counted, and the verdict last."""
-    say = speaker(lang)
+    say, report = speaker(lang), told(report, lang)
     lines = [
         f"{report.recipe_name}  {report.engine}" + _label(report, say),
         say(
@@ -45,11 +45,9 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
         lines.append(head + body[0])
         lines += [" " * _columns(head) + line for line in body[1:]]
         for detail in check.details:
-            lines += textwrap.wrap(
-                f"- {detail}", max(width, 40), initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  "
-            )
+            lines += _wrapped(f"- {detail}", max(width, 40), _INDENT, f"{_INDENT}  ")
         for warning in check.warnings:
-            wrapped = textwrap.wrap(say("warning", text=warning), room)
+            wrapped = _wrapped(say("warning", text=warning), room)
             lines += [" " * _columns(head) + line for line in wrapped]
     lines += ["", *_notes(report, width, say)]
     lines += _pitfall_lines(report, width, say)
@@ -73,7 +71,7 @@ def verdict(report: Report, lang: Lang = "en") -> str:
 
 def markdown(report: Report, lang: Lang = "en") -> str:
     """A page with the table of checks, how each number was obtained, the pitfalls, and what it ran on."""
-    say = speaker(lang)
+    say, report = speaker(lang), told(report, lang)
     columns = ("check", "verdict", "required", "measured", "interval", "gate", "n")
     rows = [_row([say(name) for name in columns]), "|" + "---|" * len(columns)]
     rows += [_row([check.name, *cells(check, say)]) for check in report.checks]
@@ -202,7 +200,7 @@ def _notes(report: Report, width: int, say: Say) -> list[str]:
     return [
         line
         for note in report.notes
-        for line in textwrap.wrap(say("note", text=note), max(width, 40), subsequent_indent="      ")
+        for line in _wrapped(say("note", text=note), max(width, 40), rest="      ")
     ]
 
 
