@@ -264,10 +264,11 @@ def judge_latency(
     rate_per_s: float | None,
     objectives: dict[str, float | None],
     bound: float | None,
+    clock: str = "client's clock",
 ) -> list[Check]:
     """Latency and goodput of one run of one side. ``rows``: :class:`Timed` as JSON values; exactly one of
     ``concurrency`` (closed loop) and ``rate_per_s`` (open loop) is set. ``bound``: the least share of
-    requests within ``objectives``."""
+    requests within ``objectives``; ``clock``: whose times they are."""
     arguments = {
         "name": name,
         "side": side,
@@ -276,6 +277,7 @@ def judge_latency(
         "rate_per_s": rate_per_s,
         "objectives": objectives,
         "bound": bound,
+        "clock": clock,
     }
     found = timed_from(rows)
     slo = Objectives(**objectives)
@@ -323,7 +325,7 @@ def judge_latency(
         + f"; {details[0]}"
     )
     how = (
-        f"{load}; client's clock; steady state: {len(kept)} of {len(found)} requests; 95 % order-statistic "
+        f"{load}; {clock}; steady state: {len(kept)} of {len(found)} requests; 95 % order-statistic "
         "intervals over requests; ITL: the longest gap of each request"
     )
     evidence = {

@@ -20,6 +20,21 @@ class LoadSettings:
 
 
 @dataclass(frozen=True)
+class LatencySettings:
+    """The load of ``verify --latency``: ``concurrency`` or ``rate_per_s``, neither: by the recipe's
+    ``gates.load``, else as many in flight as its batch holds, at most 8. ``requests`` None: as many as a p99
+    needs, or, for ``tails`` False, a p90."""
+
+    concurrency: int | None = None
+    rate_per_s: float | None = None
+    requests: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    tails: bool = True
+
+
+@dataclass(frozen=True)
 class Settings:
     """How much is measured. More prompts and tokens narrow the intervals and take longer."""
 
@@ -71,7 +86,11 @@ class Settings:
     retrieval_tokens: int | None = None
     """Longest of them; None: limits.max_seq_tokens."""
     load: LoadSettings | None = None
-    """The load matrix; None: not measured."""
+    """The load matrix; None: only if ``gates.min_speedup_by_load`` asks."""
+    latency: LatencySettings | None = None
+    """Latency under load; None: only if ``gates.load`` asks."""
+    quick: bool = False
+    """Whether what the recipe's gates ask is to be measured briefly too."""
 
 
 QUICK = Settings(
@@ -90,4 +109,5 @@ QUICK = Settings(
     sampled_prompts=24,
     samples=1,
     sampled_seconds=60.0,
+    quick=True,
 )
