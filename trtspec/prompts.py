@@ -143,6 +143,28 @@ def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_token
     return texts
 
 
+def read_texts(path: Path, *, total_letters: int, max_letters: int) -> list[str]:
+    """Texts of a JSONL file as :func:`load_texts` reads them, for servers that have the tokenizer: cut to
+    ``max_letters`` at a space, up to a total. Raises InputError with every bad line."""
+    texts: list[str] = []
+    problems: list[Problem] = []
+    for number, value in read_lines(path, problems):
+        if sum(map(len, texts)) >= total_letters:
+            break
+        text = value.get("text")
+        if not isinstance(text, str):
+            problems.append(Problem("needs text, a string", file=str(path), line=number))
+        elif len(text) > max_letters:
+            texts.append(text[:max_letters].rpartition(" ")[0] or text[:max_letters])
+        elif len(text) > 1:
+            texts.append(text)
+    if not texts and not problems:
+        problems.append(Problem("holds no texts", file=str(path)))
+    if problems:
+        raise InputError(problems)
+    return texts
+
+
 def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | None:
     messages = _messages(value)
     if messages is None:

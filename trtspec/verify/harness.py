@@ -72,9 +72,6 @@ def run_harness(
     give no score in [0, 1] an item.
     """
     require_harness()
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
     shown = sys.stderr
 
     def advance() -> None:
@@ -82,12 +79,34 @@ def run_harness(
             on_done()
 
     model = _model(writer, scorer, tokenizer, draft_limit, advance)
+    return items_of(evaluate(model, tasks, limit=limit, folder=folder), model.answers)
+
+
+def known_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
+    """The harness's manager of tasks. Raises MissingError without the harness, InputError for tasks that it
+    does not know."""
+    require_harness()
+    from lm_eval.tasks import TaskManager
+
     with _quiet():
         manager = TaskManager(include_path=None if folder is None else str(folder))
         unknown = [name for name in tasks if name not in manager.all_tasks]
-        if unknown:
-            message = f"lm-evaluation-harness knows no task {', '.join(unknown)}; see: lm_eval ls tasks"
-            raise InputError(Problem(message, key="--lm-eval"))
+    if unknown:
+        message = f"lm-evaluation-harness knows no task {', '.join(unknown)}; see: lm_eval ls tasks"
+        raise InputError(Problem(message, key="--lm-eval"))
+    return manager
+
+
+def evaluate(
+    model: Any, tasks: Sequence[str], *, limit: int | None, folder: Path | None, as_chat: bool = False
+) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """What the harness notes of every item of ``tasks``, by task. ``as_chat``: a server renders the chat.
+
+    Raises what :func:`known_tasks` does, and MissingError for whatever goes wrong in the harness."""
+    manager = known_tasks(tasks, folder)
+    from lm_eval.evaluator import simple_evaluate
+
+    with _quiet():
         try:
             results = simple_evaluate(
                 model=model,
@@ -96,6 +115,7 @@ def run_harness(
                 log_samples=True,
                 bootstrap_iters=0,
                 task_manager=manager,
+                apply_chat_template=as_chat,
                 random_seed=0,
                 numpy_random_seed=0,
                 torch_random_seed=0,
@@ -110,12 +130,16 @@ def run_harness(
                 f"{lines[0] if lines else ''}; its data sets must be in the cache or local (--lm-eval-path)"
             )
             raise MissingError(message) from None
-    return _items(results["samples"], model.answers)
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] = results["samples"]
+    return samples
 
 
-def _items(
+def items_of(
     samples: Mapping[str, Sequence[Mapping[str, Any]]], answers: Mapping[str, tuple[int, ...]]
 ) -> list[HarnessItem]:
+    """An item for each document, by the first score in [0, 1] that it has. ``answers``: tokens by text.
+
+    Raises InputError for a task without such a score."""
     found: list[HarnessItem] = []
     for task, rows in samples.items():
         chosen: dict[str, HarnessItem] = {}

@@ -7,14 +7,17 @@ is dropped. The first token of a prompt has none, as nothing comes before it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from trtspec.verify.endpoint import Endpoint
 from trtspec.verify.http_stream import Refused, Silent, exchange, json_value, opened, refused
+from trtspec.verify.records import Row
+from trtspec.verify.tasks import Item, Scored
 
 
 @dataclass(frozen=True)
@@ -75,3 +78,62 @@ def why_no_scores(endpoint: Endpoint) -> str:
     except (Silent, Refused) as error:
         return str(error)
     return ""
+
+
+def scored_texts(
+    url: Sequence[PromptScores | str], baseline: Sequence[PromptScores | str]
+) -> tuple[list[Row], list[str]]:
+    """A row for each token that both scored, and why the other texts have none."""
+    rows: list[Row] = []
+    unscored: list[str] = []
+    done = 0
+    for mine, theirs in zip(url, baseline, strict=True):
+        if isinstance(mine, str) or isinstance(theirs, str):
+            unscored.append(mine if isinstance(mine, str) else str(theirs))
+        elif mine.tokens != theirs.tokens:
+            unscored.append("the two servers split it into other tokens: not the same tokenizer")
+        else:
+            values = zip(mine.logprobs, theirs.logprobs, mine.tops, theirs.tops, strict=True)
+            for position, (a, b, top, other) in enumerate(itertools.islice(values, 1, None)):
+                same = top == other
+                row = {"text": done, "position": position, "target": a, "baseline": b, "same_top": same}
+                rows.append(row)
+            done += 1
+    return rows, unscored
+
+
+def choose(item: Item, score: Callable[[str | Sequence[int]], PromptScores]) -> Scored:
+    """1 if the right choice is strictly the most likely one, as
+    :func:`trtspec.verify.tasks.score_choice` says; by token ids where the item has them, else by text."""
+    if item.choices:
+        found = [score(tokens) for tokens in item.choices]
+        first = item.first
+    else:
+        # Something must come before the first scored token.
+        prompt = item.prompt or "\n"
+        found = [score(prompt + text) for text in item.texts]
+        first = first_scored([one.tokens for one in found], prompt)
+    values = tuple(
+        math.fsum(one.logprobs[first:]) / weight for one, weight in zip(found, item.weights, strict=True)
+    )
+    if not all(map(math.isfinite, values)):
+        return Scored(math.nan, logprobs=values, why="a log-likelihood is not a finite number")
+    others = [value for number, value in enumerate(values) if number != item.right]
+    return Scored(float(values[item.right] > max(others)), logprobs=values)
+
+
+def first_scored(choices: Sequence[Sequence[str]], prompt: str) -> int:
+    """The first token that belongs to a choice, or to the prompt where a choice changes how that is split:
+    for all choices the same one."""
+    shared = 0
+    for tokens in zip(*choices, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        shared += 1
+    spelled = ""
+    for number, token in enumerate(choices[0][:shared]):
+        spelled += token
+        if not prompt.startswith(spelled):
+            # Beyond the prompt; or the server spells tokens otherwise, and those shared cancel out anyway.
+            return max(number if spelled.startswith(prompt) else shared, 1)
+    return max(shared, 1)
