@@ -32,6 +32,7 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
             created=report.created,
             seconds=f"{report.seconds:.0f}",
         ),
+        *([say("against-other", engine=report.other.get("engine", ""))] if report.other else []),
         "",
     ]
     for check in report.checks:
@@ -143,6 +144,7 @@ def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str
         (say("fidelity"), say(word)),
         (say("engine"), f"{quote}{report.engine}{quote}"),
         (say("recipe-digest"), f"{quote}{report.recipe_digest}{quote}"),
+        *_of_other(report, say, quote),
         (say("source-digest"), f"{quote}{report.source_digest}{quote}"),
         (say("date"), f"{report.created}, {say('duration', seconds=f'{report.seconds:.0f}')}"),
         (say("command"), f"{quote}{shlex.join(report.argv)}{quote}"),
@@ -152,6 +154,13 @@ def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str
         (say("settings"), listed(report.settings)),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def _of_other(report: Report, say: Say, quote: str) -> list[tuple[str, str]]:
+    """The second engine, if there is one."""
+    other = report.other
+    keys = (("other", "engine"), ("other-digest", "recipe_digest"))
+    return [(say(label), f"{quote}{other.get(key, '')}{quote}") for label, key in keys] if other else []
 
 
 def _pitfall_lines(report: Report, width: int, say: Say) -> list[str]:
@@ -176,9 +185,11 @@ def _pitfall_table(report: Report, say: Say) -> list[str]:
 
 
 def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Lines of at most ``width`` columns. Chinese breaks anywhere, English between words."""
+    """Lines of at most ``width`` columns. Chinese breaks anywhere but before what closes and behind what opens,
+    English between words."""
     lines, line = [], first
-    for piece in re.findall(r"[\u2e80-\uffef]|[^\s\u2e80-\uffef]+|\s+", text):
+    word = r"（*(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。；：、）？！]*"
+    for piece in re.findall(rf"{word}|\s+", text):
         if _columns(line + piece.rstrip()) > width and line.strip():
             lines.append(line.rstrip())
             line = rest
