@@ -487,7 +487,8 @@ class Gates(_Mapping):
     min_acceptance_length: Annotated[float, Field(ge=1.0, le=256.0)] | None = None
     """Tokens per target step, bonus token included."""
     min_speedup: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
-    """Tokens/s over the same weights without speculation, one request at a time: lower end of the interval."""
+    """Tokens/s over the same weights without speculation, one request at a time: lower end of the
+    interval."""
     min_speedup_over_baseline: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
     """Tokens/s over the 16-bit baseline without speculation, one request at a time: lower end of the
     interval."""

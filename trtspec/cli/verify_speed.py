@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from trtspec.verify.settings import Settings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_OF_LATENCY = ("requests", "concurrency", "rate", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+"""Of a load: with endpoints, or with an engine's --latency."""
 _NEED_URL = (
-    "baseline_url", "model", "baseline_model", "protocol", "requests", "concurrency", "rate", "draft_tokens",
-    "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms", "min_goodput", "min_speedup", "timeout", "api_key_env",
-    "driver", "aiperf",
+    "baseline_url", "model", "baseline_model", "protocol", "draft_tokens", "min_goodput", "min_speedup",
+    "timeout", "api_key_env", "driver", "aiperf",
 )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ class SpeedOptions:
     api_key_env: str | None
     driver: Literal["own", "aiperf"] | None
     aiperf: Path | None
+    latency: bool
     load: bool
     load_tokens: int | None
     load_batch: int | None
@@ -61,11 +63,22 @@ class SpeedOptions:
 
     def applied(self, settings: Settings, *, quick: bool) -> Settings:
         """``settings`` with the load matrix, if it was asked for."""
-        from trtspec.verify.settings import LoadSettings
+        from trtspec.verify.settings import QUICK_LOAD, LatencySettings, LoadSettings
 
+        if self.latency:
+            latency = LatencySettings(
+                self.concurrency,
+                self.rate,
+                self.requests,
+                self.slo_ttft_ms,
+                self.slo_tpot_ms,
+                self.slo_e2e_ms,
+                tails=not quick,
+            )
+            settings = dataclasses.replace(settings, latency=latency)
         if not self.load:
             return settings
-        base = LoadSettings(prompts=2, rounds=1, tokens=16) if quick else LoadSettings()
+        base = QUICK_LOAD if quick else LoadSettings()
         load = dataclasses.replace(
             base, tokens=self.load_tokens or base.tokens, batch=self.load_batch, file=settings.prompts
         )
@@ -78,13 +91,19 @@ class SpeedOptions:
         if self.url is None:
             given = [name for name in _NEED_URL if getattr(self, name) is not None]
             problems += [f"{_flag(name)} belongs to --url URL --baseline-url URL" for name in given]
+            given = [name for name in _OF_LATENCY if getattr(self, name) is not None]
+            if not self.latency:
+                problems += [f"{_flag(name)} belongs to --latency, or to --url URL" for name in given]
             if self.matrix is None:
                 own = {"--matrix-dir": self.matrix_dir, "--heads": self.heads, "--draft": self.draft}
                 problems += [f"{name} belongs to --matrix" for name, value in own.items() if value]
             elif engine is not None or self.load:
                 problems.append("give ENGINE or --matrix RECIPE, not both; --load needs an ENGINE")
-            if self.scan and engine is None:
-                problems.append("--scan needs an ENGINE")
+            problems += [
+                f"{name} needs an ENGINE"
+                for name, given_ in (("--scan", self.scan), ("--latency", self.latency))
+                if given_ and engine is None
+            ]
             if not self.load and (self.load_tokens, self.load_batch) != (None, None):
                 problems.append("--load-tokens and --load-batch belong to --load")
         else:
@@ -98,6 +117,7 @@ class SpeedOptions:
                 f"{name} needs an ENGINE; endpoints cannot show it"
                 for name, value in {
                     **others,
+                    "--latency": self.latency,
                     "--load": self.load,
                     "--scan": self.scan,
                     "--matrix": self.matrix,
@@ -106,12 +126,12 @@ class SpeedOptions:
             ]
             if self.aiperf is not None and self.driver != "aiperf":
                 problems.append("--aiperf belongs to --driver aiperf")
-            if self.rate is not None and self.concurrency is not None:
-                problems.append("give --rate (open loop) or --concurrency (closed loop), not both")
             if self.min_goodput is not None and not (self.slo_ttft_ms or self.slo_tpot_ms or self.slo_e2e_ms):
                 problems.append(
                     "--min-goodput needs an objective: --slo-ttft-ms, --slo-tpot-ms, --slo-e2e-ms"
                 )
+        if self.rate is not None and self.concurrency is not None:
+            problems.append("give --rate (open loop) or --concurrency (closed loop), not both")
         if problems:
             raise InputError([Problem(problem) for problem in problems])
 
@@ -220,9 +240,13 @@ _OPTIONS = (
         "--protocol", type=click.Choice(("triton", "openai")), help="With --url.  [default: found out]"
     ),
     click.option(
-        "--requests", type=click.IntRange(2), help="With --url: requests of the load.  [default: 40]"
+        "--requests",
+        type=click.IntRange(2),
+        help="Requests of the load.  [default: 40; with --latency as many as a p99 needs]",
     ),
-    click.option("--concurrency", type=click.IntRange(1), help="In flight at any time.  [default: 8]"),
+    click.option(
+        "--concurrency", type=click.IntRange(1), help="Requests in flight.  [default: 8, or max_batch_size]"
+    ),
     click.option(
         "--rate", type=_POSITIVE, help="Requests a second with Poisson arrivals, instead of --concurrency."
     ),
@@ -245,6 +269,11 @@ _OPTIONS = (
         "--aiperf", type=UserPath(), metavar="PROGRAM", help="Where AIPerf is.  [default: on the PATH]"
     ),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
+    click.option(
+        "--latency",
+        is_flag=True,
+        help="TTFT, TPOT, ITL, throughput, goodput of ENGINE under a load, beside no speculation and 16 bit.",
+    ),
     click.option(
         "--load",
         is_flag=True,

@@ -69,8 +69,8 @@ def stream_of_prompts(
     chats: Sequence[Chat], tokenizer: Tokenizer, count: int, *, room: int, wanted: int | None, seed: int = 1
 ) -> list[list[int]]:
     """``count`` prompts of at most ``room`` tokens, no two of them alike: pass after pass over ``chats``,
-    each in an order of its own, numbered in front so that no prefix cache holds one already. ``wanted``: about so
-    many tokens each, by held-out text before the question. Fewer, or none, where nothing fits."""
+    each in an order of its own, numbered in front so that no prefix cache holds one already. ``wanted``:
+    about so many tokens each, by held-out text before the question. Fewer, or none, where nothing fits."""
     rng = random.Random(seed)
     texts: dict[str, list[str]] = {}
     found: list[list[int]] = []

@@ -240,7 +240,12 @@ def check_served(
     on_progress: OnProgress = lambda stage, done, total: None,
 ) -> list[Check]:
     """Measure and judge. ``sides``: ``recipe`` and what it is compared with, ``no_speculation`` and
-    ``baseline``, where they differ."""
+    ``baseline``; an engine that two names have runs once, by the first."""
+    sides = {
+        name: engine
+        for number, (name, engine) in enumerate(sides.items())
+        if engine not in list(sides.values())[:number]
+    }
     stage = f"latency: {plan.told}, {', '.join(sides)} in turn"
     driven = drive(sides, plan, stage_of(on_progress, stage))
     return judge_driven([driven], plan, recipe, interleaved=True)

@@ -19,6 +19,9 @@ class LoadSettings:
     """The user's own prompts, with ``task`` and ``language``."""
 
 
+QUICK_LOAD = LoadSettings(prompts=2, rounds=1, tokens=16)
+
+
 @dataclass(frozen=True)
 class LatencySettings:
     """The load of ``verify --latency``: ``concurrency`` or ``rate_per_s``, neither: by the recipe's
