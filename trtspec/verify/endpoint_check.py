@@ -20,6 +20,7 @@ from trtspec.ruler import OnProgress
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
+from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
@@ -59,8 +60,10 @@ def verify_endpoints(
     argv: Sequence[str] = (),
     on_progress: OnProgress = lambda stage, done, total: None,
     aiperf: str | None = None,
+    quality: Plan | None = None,
 ) -> Report:
-    """Ask both and judge. ``aiperf``: the program that drives the load, instead of this client.
+    """Ask both and judge. ``aiperf``: the program that drives the load, instead of this client. ``quality``:
+    tasks and texts that are asked besides.
 
     Raises MissingError if one does not answer, InputError for what AIPerf cannot ask; what fails later is in
     the report."""
@@ -127,6 +130,15 @@ def verify_endpoints(
         rows += [reply_row(reply, side, "load", 0) for reply in replies]
     for side, one in endpoints.items():
         counters[side].append(draft_counters(one))
+    asked_quality: list[Check] = []
+    if quality is not None:
+
+        def stage(name: str) -> Callable[[int, int], None]:
+            return lambda done, total: on_progress(name, done, total)
+
+        asked_quality = check_endpoint_quality(
+            quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
+        )
     objectives = asdict(Objectives(settings.ttft_s, settings.tpot_s, settings.e2e_s))
     for side in SIDES:
         checks += judge_latency(
@@ -163,6 +175,7 @@ def verify_endpoints(
             **asdict(settings),
             "num_prompts": len(chats),
             "prompts_sha256": prompts_sha256 or file_sha256(PROMPTS_FILE),
+            **({} if quality is None else quality.record()),
             **{
                 f"{side}_endpoint": f"{one.protocol} {one.model}" + (" (no chat template)" if one.raw else "")
                 for side, one in endpoints.items()
@@ -170,7 +183,7 @@ def verify_endpoints(
             **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
         },
         seconds=round(time.monotonic() - began, 1),
-        checks=(*first, *_not_shown(), *checks),
+        checks=(*first, *asked_quality, *_not_shown(quality is None), *checks),
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
             "how an endpoint accepts drafts when it samples is not seen from greedy answers",
@@ -179,11 +192,10 @@ def verify_endpoints(
     )
 
 
-def _not_shown() -> list[Check]:
-    reasons = {
-        "quality": "an endpoint shows no probabilities of a given text: verify the engine's folder",
-        "lossless_float64": "an endpoint does not compute in float64: verify the engine's folder",
-    }
+def _not_shown(quality: bool) -> list[Check]:
+    reasons = {"lossless_float64": "an endpoint does not compute in float64: verify the engine's folder"}
+    if quality:
+        reasons = {"quality": "not asked for probabilities of a given text", **reasons}
     return [skipped(name, reason) for name, reason in reasons.items()]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from trtspec.artifact import file_sha256
 from trtspec.prompts import HELDOUT_FILE, Chat, load_texts, read_texts
 from trtspec.recipe import Gates
 from trtspec.ruler import counter
@@ -39,7 +40,7 @@ from trtspec.verify.retrieval import Haystack, haystacks, judge_retrieval
 from trtspec.verify.sandbox import isolated
 from trtspec.verify.settings import Settings
 from trtspec.verify.suite import Stage, judge_task, read_items
-from trtspec.verify.tasks import Grader, Item, Scored, cut
+from trtspec.verify.tasks import Grader, Item, Scored, cut, task_files
 
 OVER = "the baseline endpoint"
 PATIENCE = 5
@@ -65,6 +66,20 @@ class Plan:
     source: str
     tokenizer: Tokenizer | None
     tokenizer_folder: Path | None
+
+    def record(self) -> dict[str, object]:
+        """What a report keeps of it, as JSON values."""
+        settings = self.settings
+        return {
+            "heldout": str(settings.heldout or "builtin"),
+            "heldout_sha256": file_sha256(settings.heldout or HELDOUT_FILE),
+            "tasks": [str(path) for path in settings.tasks],
+            "tasks_sha256": [file_sha256(path) for path in task_files(settings.tasks)],
+            "lm_eval": list(settings.lm_eval),
+            "judge": settings.judge,
+            "tokenizer": None if self.tokenizer_folder is None else str(self.tokenizer_folder),
+            "gates": self.gates.model_dump(mode="json"),
+        }
 
 
 def plan_quality(settings: Settings, gates: Gates, tokenizer_folder: Path | None) -> Plan:
