@@ -138,13 +138,13 @@ def verify(
     planning = (bias, outcomes, power) != (None, None, None)
     # What only an engine's folder can show.
     inside = {
-        "--exact-prompts": exact_prompts, "--exact-tokens": exact_tokens, "--heldout": heldout,
+        "--exact-prompts": exact_prompts, "--exact-tokens": exact_tokens,
         "--sampled": sampled, "--sampled-prompts": sampled_prompts, "--sampled-tokens": sampled_tokens,
-        "--temperature": temperature, "--quality-tokens": quality_tokens, "--tasks": quality.tasks,
-        "--lm-eval": quality.lm_eval, "--retrieval": quality.retrieval, "--against": against,
+        "--temperature": temperature, "--against": against,
         "--plan": plan, "--self-test": self_test,
     }  # fmt: skip
     speed.check(engine=engine, others=inside)
+    quality.check(endpoints=speed.url is not None)
     if not speed.alone:
         only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
     if plan:
@@ -186,6 +186,7 @@ def verify(
     if bundle is not None:
         refuse_existing(bundle)
     if engine is None:
+        asked = quality.at_endpoints(settings) if speed.url is not None else None
         with Progress(quiet=as_json) as progress:
             result = speed.measure(
                 progress,
@@ -194,6 +195,7 @@ def verify(
                 max_new_tokens=max_new_tokens,
                 rounds=rounds,
                 quick=quick,
+                quality=asked,
             )
     else:
         # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from trtspec.cli.output import UserPath
+from trtspec.cli.output import FloatRange, UserPath
+from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
+    from trtspec.recipe import Gates
+    from trtspec.verify.endpoint_quality import Plan
     from trtspec.verify.settings import Settings
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _FILE = UserPath()
+_LIMITS = ("max_perplexity_ratio", "max_task_loss", "max_retrieval_loss", "max_degenerate_rise")
+_AT_ENDPOINTS = (*_LIMITS, "gates", "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,34 @@ class QualityOptions:
     retrieval: bool
     retrieval_copies: int | None
     retrieval_tokens: int | None
+    tokenizer: Path | None
+    gates: Path | None
+    max_perplexity_ratio: float | None
+    max_task_loss: float | None
+    max_retrieval_loss: float | None
+    max_degenerate_rise: float | None
+
+    def check(self, *, endpoints: bool) -> None:
+        """Raises InputError for what belongs to endpoints where there are none."""
+        given = [name for name in _AT_ENDPOINTS if getattr(self, name) is not None]
+        if given and not endpoints:
+            text = "belongs to --url URL --baseline-url URL; the gates of an ENGINE stand in its recipe"
+            raise InputError([Problem(text, key=f"--{name.replace('_', '-')}") for name in given])
+
+    def at_endpoints(self, settings: Settings) -> Plan:
+        """What two endpoints are asked about quality. Raises what the plan of it does."""
+        from trtspec.verify.endpoint_quality import plan_quality
+
+        return plan_quality(settings, self._gates(), self.tokenizer)
+
+    def _gates(self) -> Gates:
+        """The gates of ``--gates``, with those that were given one by one in their place."""
+        from trtspec.recipe import Gates
+        from trtspec.recipe_file import load_recipe
+
+        gates = Gates(max_perplexity_ratio=None) if self.gates is None else load_recipe(self.gates).gates
+        given = {name: getattr(self, name) for name in _LIMITS}
+        return gates.model_copy(update={name: one for name, one in given.items() if one is not None})
 
     def applied(self, settings: Settings) -> Settings:
         """``settings`` with these; what was not given stays as it is."""
@@ -49,6 +82,7 @@ class QualityOptions:
         return dataclasses.replace(settings, **found)
 
 
+_LOSS = FloatRange(0, 0.5, min_open=True)
 _OPTIONS = (
     click.option(
         "--tasks",
@@ -72,8 +106,25 @@ _OPTIONS = (
         "--retrieval-copies", type=click.IntRange(1), help="Prompts of each length and depth.  [default: 1]"
     ),
     click.option(
-        "--retrieval-tokens", type=click.IntRange(64), help="Longest of them.  [default: max_seq_tokens]"
+        "--retrieval-tokens",
+        type=click.IntRange(64),
+        help="Longest of them.  [default: max_seq_tokens; --url: 1500]",
     ),
+    click.option(
+        "--tokenizer",
+        type=_FILE,
+        metavar="DIR",
+        help="With --url: a folder with the model's tokenizer; counts tokens and renders chats.",
+    ),
+    click.option(
+        "--gates", type=_FILE, metavar="RECIPE", help="With --url: judge quality and speed by its gates."
+    ),
+    click.option(
+        "--max-perplexity-ratio", type=FloatRange(1, min_open=True), help="Gate for --url: perplexity."
+    ),
+    click.option("--max-task-loss", type=_LOSS, help="Gate for --url: loss of each task, 0.05: 5 points."),
+    click.option("--max-retrieval-loss", type=_LOSS, help="Gate for --url: loss of --retrieval."),
+    click.option("--max-degenerate-rise", type=_LOSS, help="Gate for --url: more answers that are no text."),
 )
 
 

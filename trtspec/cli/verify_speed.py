@@ -17,6 +17,7 @@ from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from trtspec.verify.endpoint import Endpoint, Protocol
+    from trtspec.verify.endpoint_quality import Plan
     from trtspec.verify.report import Report
     from trtspec.verify.settings import Settings
 
@@ -149,6 +150,7 @@ class SpeedOptions:
         max_new_tokens: int | None,
         rounds: int | None,
         quick: bool,
+        quality: Plan | None,
     ) -> Report:
         """Ask both endpoints, or measure the matrix. Raises what their client, or build, raises."""
         if self.matrix is not None:
@@ -180,7 +182,7 @@ class SpeedOptions:
             "tpot_s": _seconds(self.slo_tpot_ms),
             "e2e_s": _seconds(self.slo_e2e_ms),
             "min_goodput": self.min_goodput,
-            "min_speedup": self.min_speedup,
+            "min_speedup": self.min_speedup or (None if quality is None else quality.gates.min_speedup),
             "prompts": None if prompts is None else str(prompts),
         }
         quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
@@ -203,6 +205,7 @@ class SpeedOptions:
             argv=("trtspec", *sys.argv[1:]),
             on_progress=progress,
             aiperf=program,
+            quality=quality,
         )
 
     def _connect(self, url: str | None, model: str | None) -> Endpoint:
