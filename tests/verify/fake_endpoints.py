@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import fake_sampling
 
 _CHUNK = {"object": "chat.completion.chunk"}
 WORDS = ("ash", "bay", "cove", "dune", "elm", "fen", "glen", "holt")
@@ -43,19 +46,61 @@ class Fake:
     """Of every token, in nats; None: a server without logprobs."""
     alone_too: bool = False
     """Whether ``noise`` strikes every answer."""
+    scores: bool = False
+    """Whether completions with ``echo`` tell log-probabilities."""
+    wrong: float = 0.0
+    """Share of questions ("say WORD", a choice of "good", a secret number) that are answered wrongly."""
+    blur: float = 1.0
+    """Factor of every log-probability of a text."""
+    stuck: float = 0.0
+    """Share of prompts to which the same word comes for ever."""
+    sampler: str = "plain"
+    """How :mod:`fake_sampling` draws."""
+    ignores: tuple[str, ...] = ()
+    """Sampling parameters, by OpenAI's names, that change nothing."""
+    dies_after: int | None = None
+    """Requests after which it closes every connection."""
 
 
-def answer(prompt: str, count: int) -> list[int]:
-    """The greedy continuation: every token follows from all before it."""
-    state, tokens = prompt.encode(), []
-    for _ in range(count):
-        state = hashlib.sha256(state).digest()
-        tokens.append(state[0] % len(WORDS))
-    return tokens
+answer = fake_sampling.greedy
 
 
 def spell(tokens: list[int]) -> str:
-    return "".join(f" {WORDS[token]}" for token in tokens)
+    """Tokens beyond the words are numbers."""
+    return "".join(f" {WORDS[token] if token < len(WORDS) else token}" for token in tokens)
+
+
+def _share(*parts: str) -> float:
+    """A number in [0, 1) that follows from ``parts``."""
+    return int.from_bytes(hashlib.sha256("|".join(parts).encode()).digest()[:4], "big") / 2**32
+
+
+def _told(fake: Fake, prompt: str, tokens: list[int]) -> list[int]:
+    """The answer of a server that was asked something, or is stuck."""
+    if _share("stuck", prompt) < fake.stuck:
+        return tokens[:1] * len(tokens)
+    wrong = _share("wrong", prompt) < fake.wrong
+    if found := re.search(r"say (\w+)", prompt):
+        return [(WORDS.index(found[1]) + wrong) % len(WORDS), *tokens[1:]]
+    if found := re.search(r"secret number of the (\w+).*secret number of the \1", prompt, re.DOTALL):
+        hidden = re.search(rf"secret number of the {found[1]} is (\d+)\.", prompt)
+        return [int(hidden[1] if hidden else 0) + wrong, *tokens[1:]]
+    return tokens
+
+
+def _echo(fake: Fake, prompt: str) -> dict[str, Any]:
+    """A completion that repeats its prompt, as vLLM does, and one token more."""
+    spelled = [*re.findall(r"\s*\S+|\s+", prompt), " ash"]
+    logprobs: list[float | None] = [None]
+    for number, token in enumerate(spelled[1:], start=1):
+        value = -0.2 - 3 * _share("".join(spelled[:number]), token)
+        if token.endswith("good"):
+            value = -9.0 if _share("wrong", prompt) < fake.wrong else -0.1
+        logprobs.append(value * fake.blur)
+    tops = [None if one is None else {token: one} for token, one in zip(spelled, logprobs, strict=True)]
+    told = {"tokens": spelled, "token_logprobs": logprobs, "top_logprobs": tops}
+    usage = {"prompt_tokens": len(spelled) - 1, "completion_tokens": 1}
+    return {"choices": [{"index": 0, "text": "".join(spelled), "logprobs": told}], "usage": usage}
 
 
 class _Server(ThreadingHTTPServer):
@@ -65,7 +110,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, fake: Fake) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.fake, self.lock, self.busy, self.active = fake, threading.Lock(), threading.Lock(), 0
-        self.drafts = self.drafted = self.accepted = self.generated = 0
+        self.asked = self.drafts = self.drafted = self.accepted = self.generated = 0
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             names = ["text_input", "max_tokens", "stream", "top_k", "return_num_output_tokens"]
             if fake.protocol == "llmapi":
                 names = ["text_input", "sampling_param_max_tokens", "streaming", "return_finish_reason"]
+                names += [f"sampling_param_{name}" for name in ("temperature", "top_k", "top_p", "seed", "stop")]
             return self._send(200, {"inputs": [{"name": name} for name in names]})
         return self._send(404, {"error": "no such path"})
 
@@ -111,8 +157,16 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/v2/repository/index":
             return self._send(200, [{"name": "hash", "state": "READY"}])
+        self.server.asked += 1
+        if fake.dies_after is not None and self.server.asked > fake.dies_after:
+            self.close_connection = True
+            return None
         if any(key in body for key in fake.refuse):
             return self._send(400, {"error": {"message": f"unknown field {fake.refuse[0]}"}})
+        if body.get("echo"):
+            if not fake.scores:
+                return self._send(400, {"error": {"message": "echo is not supported"}})
+            return self._send(200, _echo(fake, body["prompt"]))
         if "top_logprobs" in body:
             return self._send(*self._with_margins(body))
         if fake.silent:
@@ -136,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake, openai = self.server.fake, self.server.fake.protocol == "openai"
         count = body.get("max_tokens") or body.get("sampling_param_max_tokens")
         prompt = body.get("prompt") or body.get("text_input") or json.dumps(body.get("messages"))
-        tokens = answer(prompt, count)
+        tokens = _told(fake, prompt, answer(prompt, count))
         if fake.lossy:
             at = count // 2
             tokens = [*tokens[:at], *((token + 1) % len(WORDS) for token in tokens[at:])]

@@ -156,8 +156,10 @@ class _Both:
     @property
     def no_scores(self) -> str:
         """Why texts cannot be scored on both; "" if they can."""
-        found = [f"{side}: {one.no_scores}" for side, one in self.sides.items() if one.no_scores]
-        return "; ".join(found)
+        found = {side: one.no_scores for side, one in self.sides.items() if one.no_scores}
+        if len(found) == 2 and len(set(found.values())) == 1:
+            return f"both: {self.url.no_scores}"
+        return "; ".join(f"{side}: {why}" for side, why in found.items())
 
     @property
     def raw(self) -> bool:
