@@ -23,7 +23,7 @@ from trtspec.cli.verify_modes import (
 from trtspec.cli.verify_quality import QualityOptions, quality_options
 from trtspec.cli.verify_scan import plan_scan, with_scan
 from trtspec.cli.verify_speed import SpeedOptions, speed_options
-from trtspec.errors import TrtspecError
+from trtspec.errors import InputError, Problem, TrtspecError
 
 if TYPE_CHECKING:
     from trtspec.verify.i18n import Lang
@@ -84,6 +84,13 @@ _FILE = UserPath()
     metavar="OLD",
     help="A stored report or bundle on the same model: fail where this engine is significantly worse.",
 )
+@click.option(
+    "--baseline",
+    "other",
+    type=_FILE,
+    metavar="OTHER",
+    help="A second engine of the same model, run in turn: its drafts or its quantization against ENGINE's.",
+)
 @mode_options
 @json_file_option
 @click.pass_context
@@ -110,6 +117,7 @@ def verify(
     lang: Lang,
     bundle: Path | None,
     against: Path | None,
+    other: Path | None,
     sampled: bool | None,
     sampled_tokens: int | None,
     plan: bool,
@@ -127,7 +135,9 @@ def verify(
     is never called lossless: what it samples is judged by its likelihood under the target and by repetition.
     With --url two endpoints are compared instead, by what a client sees of them.
     Compares the engine with the same weights without speculation and with the 16-bit baseline, by the gates
-    of its recipe. Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
+    of its recipe. With --baseline a second engine takes the baseline's place: one of the same quantization
+    is compared by its drafts, one of another by quality, both by speed.
+    Exit code 0: every gate holds; 1: one does not; 4: the measurements do not decide.
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -141,10 +151,15 @@ def verify(
         "--exact-prompts": exact_prompts, "--exact-tokens": exact_tokens,
         "--sampled": sampled, "--sampled-prompts": sampled_prompts, "--sampled-tokens": sampled_tokens,
         "--temperature": temperature, "--against": against,
-        "--plan": plan, "--self-test": self_test,
+        "--baseline": other, "--plan": plan, "--self-test": self_test,
     }  # fmt: skip
     speed.check(engine=engine, others=inside)
     quality.check(endpoints=speed.url is not None)
+    if other is not None and (engine is None or against is not None):
+        message = (
+            "needs an ENGINE" if engine is None else "and --against are two comparisons; give one of them"
+        )
+        raise InputError(Problem(message, key="--baseline"))
     if not speed.alone:
         only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
     if plan:
@@ -157,6 +172,7 @@ def verify(
     from trtspec.verify import protocol, render, report
     from trtspec.verify.against import read_old, with_regressions
     from trtspec.verify.bundle import write_bundle
+    from trtspec.verify.pair import pair_of
     from trtspec.verify.settings import QUICK, Settings
 
     given = {
@@ -201,10 +217,16 @@ def verify(
         # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.
         built = open_artifact(engine, check_hashes=True)
         old = None if against is None else read_old(against, source_digest=built.manifest.source.digest)
+        pair = None if other is None else pair_of(built, open_artifact(other, check_hashes=True), settings)
         to_scan = plan_scan(built, settings) if speed.scan else None
         with Progress(quiet=as_json) as progress:
             result = protocol.verify(
-                built, settings, argv=("trtspec", *sys.argv[1:]), say=progress.say, on_progress=progress
+                built,
+                settings,
+                pair=pair,
+                argv=("trtspec", *sys.argv[1:]),
+                say=progress.say,
+                on_progress=progress,
             )
             if to_scan is not None:
                 result = with_scan(result, built, to_scan, settings, progress)

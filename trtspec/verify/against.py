@@ -73,7 +73,9 @@ def read_old(path: Path, *, source_digest: str | None = None) -> Report:
 def with_regressions(new: Report, old: Report, name: str) -> Report:
     """``new`` with a check ``regression.NAME`` for every check of ``old``, and notes on what differs.
     ``name``: what the old report is called."""
-    old = replace(old, checks=tuple(check for check in old.checks if not check.name.startswith(PREFIX)))
+    # Regressions of the old one, and what it was compared with, are not the new one's.
+    apart = (PREFIX, "vs_other.", "other.")
+    old = replace(old, checks=tuple(check for check in old.checks if not check.name.startswith(apart)))
     mine = {check.name: check for check in new.checks}
     pairs = sum(before.records is not None and before.name in mine for before in old.checks)
     confidence = 1 - (1 - CONFIDENCE) / max(pairs, 1)

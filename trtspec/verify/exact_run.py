@@ -56,12 +56,14 @@ def exact_run(
     tokenizer: Tokenizer,
     settings: Settings,
     on_progress: OnProgress,
+    prefix: str = "",
 ) -> Identity:
-    """Identity in float64, where rounding excuses nothing, with near misses among the drafts."""
+    """Identity in float64, where rounding excuses nothing, with near misses among the drafts.
+    ``prefix``: of the check's name."""
     recipe = built.recipe
     limits = recipe.limits.model_copy(update={"max_batch_size": len(prompts), "kv_cache_bytes": None})
     small = replace(built, recipe=recipe.model_copy(update={"limits": limits}))
-    name = f"{LOSSLESS[fidelity(recipe)]}_float64"
+    name = f"{prefix}{LOSSLESS[fidelity(recipe)]}_float64"
     progress = stage_of(on_progress, f"{name}: the same in float64, with near misses as drafts")
     with contextlib.ExitStack() as stack:
         plain, speculative = (

@@ -65,8 +65,17 @@ def _header(report: Report, title: str, say: Say, lang: Lang) -> str:
         f'<header class="{word.lower()}"><h1>{escape(title)}</h1>'
         f'<p class="verdict"><span class="mark" aria-hidden="true">{MARKS[word]}</span> '
         f"{escape(verdict(report, lang))}</p>{label}"
-        f"<p class='meta'><code>{escape(report.engine)}</code><br>{escape(report.created)}</p></header>\n"
+        f"<p class='meta'><code>{escape(report.engine)}</code><br>{_against(report, say)}"
+        f"{escape(report.created)}</p></header>\n"
     )
+
+
+def _against(report: Report, say: Say) -> str:
+    if not report.other:
+        return ""
+    text = say("against-other", engine="\0")
+    name = f"<code>{escape(str(report.other.get('engine', '')))}</code>"
+    return f"{escape(text).replace(chr(0), name)}<br>"
 
 
 def _chip(check: Check, say: Say) -> str:

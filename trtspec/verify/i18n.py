@@ -34,6 +34,7 @@ def check_title(name: str, say: Callable[..., str]) -> str:
     """What a check of this name asks; "" for one that is not known here."""
     for prefix, key in (
         ("regression.", "check.regression"),
+        ("vs_other.task:", "check.vs_other.task"),
         ("task:", "check.task"),
         ("latency_", "check.latency"),
         ("cell ", "check.cell"),
@@ -101,6 +102,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "unit.answers": ("answers", "个回答"),
     "unit.parameters": ("parameters", "个参数"),
     "unit.nats": ("nats", "奈特"),
+    "unit.ms": ("ms", "毫秒"),
+    "unit.tokens/s": ("tokens/s", "词元/秒"),
+    "unit.slices": ("slices", "个时间片"),
+    "unit.loads": ("loads", "种负载"),
     "check.lossless": (
         "Greedy answers with speculation are those without it",
         "推测解码的贪心输出与不推测时一致",
@@ -148,6 +153,13 @@ TEXTS: dict[str, tuple[str, str]] = {
     "check.degenerate_text": ("Answers that are no text", "退化的输出（空、单词元、循环）"),
     "check.latency": ("Latency of {name} under load", "负载下的延迟：{name}"),
     "check.goodput": ("Requests of {name} within the objectives", "满足服务目标的请求：{name}"),
+    "check.p99_ttft": ("Tail of the time to the first token under load", "负载下首词元延迟的尾部"),
+    "check.p99_tpot": ("Tail of the time per token under load", "负载下每词元用时的尾部"),
+    "check.throughput": ("Throughput under load", "负载下的吞吐量"),
+    "check.speedup_under_load": (
+        "Throughput against the same weights without speculation",
+        "相对同权重无推测的吞吐量",
+    ),
     "check.token_counter": ("Both sides count tokens alike", "双方的词元计数一致"),
     "check.baseline_without_speculation": ("The baseline does not speculate", "基线不做推测解码"),
     "check.speedup_by_load": ("Speed gained by drafting, load by load", "各负载下推测解码带来的加速"),
@@ -160,6 +172,46 @@ TEXTS: dict[str, tuple[str, str]] = {
         "4 位权重与 8 位缓存合用的损失是否大于各自之和",
     ),
     "check.matrix": ("Formats and drafters, cell by cell", "量化格式与推测方法的矩阵"),
+    "check.other.lossless": (
+        "OTHER's greedy answers are those of the same weights without drafts",
+        "OTHER 的贪心输出与同权重无推测时一致",
+    ),
+    "check.other.lossless_float64": (
+        "The same of OTHER in float64, the proof",
+        "OTHER 在 float64 下的同一检查（证明）",
+    ),
+    "check.other.greedy": (
+        "OTHER's greedy answers with drafts are those without them",
+        "OTHER 有草稿时的贪心输出与无草稿时一致",
+    ),
+    "check.other.greedy_float64": ("The same of OTHER in float64", "OTHER 在 float64 下的同一检查"),
+    "check.other.speedup": (
+        "Speed of OTHER against the same weights without speculation",
+        "OTHER 相对同权重无推测的速度",
+    ),
+    "check.vs_other.identity": ("Greedy answers of both engines agree", "两个引擎的贪心输出一致"),
+    "check.vs_other.acceptance": (
+        "Tokens a target step emits, against OTHER",
+        "目标模型每步产生的词元数，相对 OTHER",
+    ),
+    "check.vs_other.speedup": ("Speed against OTHER", "相对 OTHER 的速度"),
+    "check.vs_other.speedup_by_load": ("Speed against OTHER, load by load", "各负载下相对 OTHER 的速度"),
+    "check.vs_other.quality": ("Perplexity against OTHER", "相对 OTHER 的困惑度"),
+    "check.vs_other.mean_kl": (
+        "Divergence of the next token's law from OTHER's",
+        "下一词元分布相对 OTHER 的散度",
+    ),
+    "check.vs_other.p99_kl": ("Its tail", "其尾部"),
+    "check.vs_other.same_top_token": (
+        "Tokens with OTHER's most likely token",
+        "最可能词元与 OTHER 相同的占比",
+    ),
+    "check.vs_other.task": ("Task {name} against OTHER", "任务 {name} 相对 OTHER"),
+    "check.vs_other.retrieval": ("Retrieval from a long context, against OTHER", "长上下文检索，相对 OTHER"),
+    "check.vs_other.degenerate_text": (
+        "Answers that are no text, against OTHER",
+        "退化的输出，相对 OTHER",
+    ),
     "check.retrieval": ("Retrieval from a long context", "长上下文检索"),
     # the page
     "title": ("Verification of {name}", "{name} 的验证报告"),
@@ -242,6 +294,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "side.recipe": ("recipe", "配方"),
     "side.no_speculation": ("no speculation", "无推测"),
     "side.baseline": ("16-bit baseline", "16 位基线"),
+    "side.other": ("OTHER", "OTHER"),
+    "against-other": ("against OTHER: {engine}", "相对 OTHER：{engine}"),
+    "other": ("OTHER", "OTHER"),
+    "other-digest": ("recipe digest of OTHER", "OTHER 的配方摘要值"),
     # pitfalls
     "pitfalls": ("Pitfalls", "常见误区"),
     "pitfalls.intro": (

@@ -21,7 +21,7 @@ What these make of a run is in :mod:`trtspec.verify.lossless_verdict`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +41,8 @@ from trtspec.verify.lossless_verdict import (
     Noise,
     judge,
 )
-from trtspec.verify.near_misses import Drafts, miss_rows, plan_near_misses, refusals
-from trtspec.verify.records import Records, rows_of
+from trtspec.verify.near_misses import Drafts, miss_rows, misses_from, plan_near_misses, refusals
+from trtspec.verify.records import Records, Row, answers_from, rows_of
 
 _USUAL = 0.95
 # Each costs a few passes over its text, one of them token by token.
@@ -335,3 +335,56 @@ def check_lossless(
         },
     )
     return Identity(replace(check, records=records), reference, other)
+
+
+def judge_rows(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> Check:
+    """The verdict over the records of :func:`check_lossless`: what was measured, judged again.
+
+    Where ``reference`` is not the run without speculation, the table ``batch_n`` has the latter's answers,
+    with which ``batch_1`` is compared, and ``against`` says what the reference is.
+    """
+    prompts = [Prompt(str(row["id"]), tuple(row["tokens"])) for row in tables["prompts"]]
+    reference, other, alone = (answers_from(tables[name]) for name in ("reference", "other", "batch_1"))
+    together = answers_from(tables["batch_n"]) if "batch_n" in tables else reference
+    speculates = arguments["speculates"]
+    comparison = compare(reference, other) if speculates else compare(alone, reference)
+    floor = compare(alone, together[: len(alone)])
+    near = None
+    if arguments["near"]:
+        missed = answers_from(tables["near_answers"])
+        near = NearMissRun(
+            _scored(compare(reference, missed), "near", tables["divergences"]),
+            refusals(misses_from(tables["near_misses"]), prompts, missed),
+        )
+    moves = [Move(row["text"], row["position"], row["rows"], row["nats"]) for row in tables["noise"]]
+    return judge(
+        arguments["name"],
+        _scored(comparison, "comparison", tables["divergences"]),
+        noise_of(moves, arguments["rows"]),
+        _scored(floor, "floor", tables["divergences"]),
+        dtype=arguments["dtype"],
+        drafted=sum(answer.drafted for answer in other),
+        accepted=sum(answer.accepted for answer in other),
+        speculates=speculates,
+        required=arguments["required"],
+        contradictions=arguments["contradictions"],
+        near=near,
+        proof=arguments["proof"],
+        against=arguments.get("against"),
+    )
+
+
+def _scored(comparison: Comparison, of: str, rows: Sequence[Row]) -> Comparison:
+    """The divergences with what the engine measured of them; one that the records do not know has no gap,
+    so it is a fault."""
+    known = {
+        (row["prompt_id"], row["position"], row["reference_token"], row["other_token"]): row
+        for row in rows
+        if row["of"] == of
+    }
+    found = []
+    for one in comparison.divergences:
+        row = known.get((one.prompt_id, one.position, one.reference_token, one.other_token))
+        measured = ("gap_nats", "margin", "local_noise_nats", "reference_text", "other_text")
+        found.append(one if row is None else replace(one, **{key: row[key] for key in measured}))
+    return replace(comparison, divergences=tuple(found))

@@ -125,14 +125,16 @@ def judge(
     contradictions: Sequence[str],
     near: NearMissRun | None = None,
     proof: str | None = None,
+    against: str | None = None,
 ) -> Check:
     """The verdict over what was measured. ``comparison`` and ``floor`` are already located.
 
     ``near`` None: no near misses were offered. ``proof``: the check in exact arithmetic that decides where
-    this one cannot; None: there is none, so this one must decide by itself.
+    this one cannot; None: there is none, so this one must decide by itself. ``against``: how the other side
+    ran, where that is neither without speculation nor at batch 1.
     """
     rounds = dtype in TIES_ALLOWED
-    against = "without speculation" if speculates else "at batch 1"
+    against = against or ("without speculation" if speculates else "at batch 1")
     different = len(comparison.divergences)
     upper = rate_upper_bound(different, comparison.positions)
     faults = [one for one in comparison.divergences if not rounds or is_fault(one, noise)]

@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem
-from trtspec.prompts import DATA_FOLDER, HELDOUT_FILE, PROMPTS_FILE, Chat, Prompt, load_chats, read_lines
-from trtspec.recipe import Recipe
+from trtspec.prompts import Chat, Prompt
+from trtspec.recipe import Gates, Recipe
 from trtspec.ruler import acceptance_length, max_draft, run, stage_of
 from trtspec.stats import times_faster
 from trtspec.text import Tokenizer
 from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.load import Contender
+from trtspec.verify.load_prompts import background_texts, chats_for_loads, prompt_tokens
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, answers_from, rows_of
 from trtspec.verify.sanity import forced_acceptance, impossible_speedup, unequal_work
-from trtspec.verify.settings import LoadSettings
+from trtspec.verify.settings import QUICK_LOAD, LoadSettings, Settings
 
-MORE_PROMPTS_FILE = DATA_FOLDER / "load_prompts.jsonl"
-"""With prompts.jsonl about a hundred, some in each cell. Apart from it, so that what other checks draw from
-that file stays as it is."""
 LENGTHS = ("short", "long")
 LANGUAGES = {"en": "English", "zh": "Chinese"}
 _MOST_LONG = 1024
@@ -60,6 +58,13 @@ class LoadPlan:
     longest: int
 
 
+def load_settings(settings: Settings, gates: Gates) -> LoadSettings | None:
+    """How the matrix is to be measured; None where neither the user nor a gate asks for it."""
+    if settings.load is not None or gates.min_speedup_by_load is None:
+        return settings.load
+    return replace(QUICK_LOAD if settings.quick else LoadSettings(), file=settings.prompts)
+
+
 def plan_loads(recipe: Recipe, settings: LoadSettings, tokenizer: Tokenizer) -> LoadPlan:
     """The cells, with their prompts. InputError for a file without prompts, or limits that leave none."""
     limits = recipe.limits
@@ -69,15 +74,14 @@ def plan_loads(recipe: Recipe, settings: LoadSettings, tokenizer: Tokenizer) -> 
     if batch > limits.max_batch_size:
         message = f"{batch} exceeds limits.max_batch_size {limits.max_batch_size}; lower it"
         raise InputError(Problem(message, key="load batch"))
-    files = (PROMPTS_FILE, MORE_PROMPTS_FILE) if settings.file is None else (settings.file,)
-    chats = [chat for file in files for chat in load_chats(file, limit=1_000_000)]
+    chats = chats_for_loads(settings.file)
     cells, missing = [], {}
     for task in dict.fromkeys(chat.task for chat in chats):
         for language in dict.fromkeys(chat.language for chat in chats if chat.task == task):
             of = [chat for chat in chats if (chat.task, chat.language) == (task, language)]
             for length in LENGTHS:
                 prompts = []
-                background = _background(language) if length == "long" else []
+                background = background_texts(language) if length == "long" else []
                 for chat in of:
                     made = _prompt(chat, tokenizer, background, long_tokens if background else 0)
                     if 0 < len(made.tokens) <= room and (
@@ -101,34 +105,10 @@ def plan_loads(recipe: Recipe, settings: LoadSettings, tokenizer: Tokenizer) -> 
     return LoadPlan(tuple(cells), missing, batch, longest)
 
 
-def _background(language: str) -> list[str]:
-    problems: list[Problem] = []
-    rows = [row for _, row in read_lines(HELDOUT_FILE, problems)]
-    found = [str(row["text"]) for row in rows if row.get("language") == language]
-    return found or [str(row["text"]) for row in rows if row.get("language") == "en"]
-
-
 def _prompt(chat: Chat, tokenizer: Tokenizer, background: Sequence[str], wanted: int) -> Prompt:
-    """The chat's prompt, with as much background before its last message as ``wanted`` tokens hold."""
-    tokens = _encode(chat.messages, tokenizer)
-    if not background:
-        return Prompt(chat.id, tuple(tokens), chat.task, chat.language)
-    left, chosen = wanted - len(tokens), []
-    for text in background:
-        size = len(tokenizer.encode(text)) + 4
-        if size <= left:
-            chosen.append(text)
-            left -= size
-    *before, last = chat.messages
-    content = "\n\n".join([*chosen, last["content"]])
-    tokens = _encode((*before, {**last, "content": content}), tokenizer)
-    return Prompt(f"long-{chat.id}", tuple(tokens), chat.task, chat.language)
-
-
-def _encode(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.has_chat_template:
-        return tokenizer.encode_chat(list(messages))
-    return tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    """The chat's prompt, behind as much background as ``wanted`` tokens hold."""
+    tokens = prompt_tokens(chat, tokenizer, background=background, wanted=wanted)
+    return Prompt(f"long-{chat.id}" if background else chat.id, tuple(tokens), chat.task, chat.language)
 
 
 def measure_loads(
@@ -197,15 +177,18 @@ def check_loads(
     recipe: Recipe,
     stop_tokens: frozenset[int],
     on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+    other: Contender | None = None,
 ) -> Check:
     """Measure and judge. ``engines``: the recipe's, the same weights without speculation, the 16-bit
-    baseline; the same object where there is no difference."""
+    baseline; the same object where there is no difference. ``other``: what to compare with instead."""
     mine, plain, baseline = engines
-    over, other = ("baseline", baseline) if mine is plain else ("no_speculation", plain)
-    if other is mine:
+    over = other
+    if over is None:
+        over = Contender("baseline", baseline, 0) if mine is plain else Contender("no_speculation", plain, 0)
+    if over.engine is mine:
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
         return skipped("speedup_by_load", reason)
-    contenders = Contender("recipe", mine, max_draft(recipe.speculation)), Contender(over, other, 0)
+    contenders = Contender("recipe", mine, max_draft(recipe.speculation)), over
     progress = stage_of(on_progress, "speedup_by_load: each length, task, language and batch")
     rows = measure_loads(contenders, plan, settings, stop_tokens, progress)
     return judge_loads(
@@ -351,12 +334,15 @@ def _cell(rows: Sequence[Row], name: str, over: str) -> dict[str, Any]:
     counts = {
         side: {answer.request_id: len(answer.tokens) for answer in found} for side, found in answers.items()
     }
+    too_fast = ""
+    if over != "other":  # which may draft at a loss: no count of tokens bounds the speedup over it
+        # Timed once, nothing says how sure the number is: then it must be possible itself.
+        too_fast = impossible_speedup(interval[0] if math.isfinite(interval[0]) else speedup, length)
     problem = (
         (told[0] if told else "")
         or unequal_work(counts[name], counts[over])
         or forced_acceptance([one.emitted for one in answers[name] if len(set(one.tokens)) > 4])
-        # Timed once, nothing says how sure the number is: then it must be possible itself.
-        or impossible_speedup(interval[0] if math.isfinite(interval[0]) else speedup, length)
+        or too_fast
     )
     sizes = [size for row in sides[name] for size in row["prompt_tokens"]]
     return {

@@ -129,7 +129,10 @@ def _claims(check: Check, name: str) -> bool:
 
 def _wrong_baseline(known: _Known) -> _Answer:
     needed = ["speedup"] if known.speculates else []
-    needed += ["speedup_over_baseline"] if known.quantizes else []
+    if "vs_other.speedup" in known.checks:
+        needed.append("vs_other.speedup")
+    elif known.quantizes:
+        needed.append("speedup_over_baseline")
     if not needed:
         return "does not apply", "none", {}
     found = [check for check in map(known.sound, needed) if check is not None]
@@ -168,7 +171,7 @@ def _unquantized_draft(known: _Known) -> _Answer:
 
 
 def _untested_together(known: _Known) -> _Answer:
-    quality = known.sound("quality")
+    quality = known.sound("quality") or known.sound("vs_other.quality")
     if known.approximate and known.quantizes:
         return "open", "both", {}
     kinds = (known.at("quantization", "kind"), known.at("quantization", "kv_cache"))
@@ -234,7 +237,7 @@ def _long_context(known: _Known) -> _Answer:
     if limit is None or prompt is None or new is None:
         return "open", "unknown", {}
     longest = prompt + new
-    retrieval = known.sound("retrieval")
+    retrieval = known.sound("retrieval") or known.sound("vs_other.retrieval")
     if retrieval is not None and not known.speculates:
         # Nothing but the quality of the KV cache can suffer there.
         lengths = retrieval.evidence.get("lengths")

@@ -121,7 +121,9 @@ def _speedups(checks: Sequence[Check], say: Say) -> Figure | None:
     found = [
         (check.name, check.measured, check.interval, check.bound)
         for check in checks
-        if check.name.startswith("speedup") and check.measured is not None and math.isfinite(check.measured)
+        if check.name.removeprefix("vs_").removeprefix("other.").startswith("speedup")
+        and check.measured is not None
+        and math.isfinite(check.measured)
     ]
     rows = [
         (name, value, interval if interval and all(map(math.isfinite, interval)) else None, bound)

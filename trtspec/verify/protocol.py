@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from trtspec.artifact import Artifact, file_sha256, machine_summary, tool_versions, utc_now
-from trtspec.backends import open_engine
+from trtspec.artifact import Artifact, utc_now
+from trtspec.backends import Variant, open_engine
 from trtspec.engine import Engine
 from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity, is_for_gpu
-from trtspec.ruler import Answer, OnProgress, max_draft, run, stage_of
+from trtspec.ruler import Answer, OnProgress, Run, counter, max_draft, run, stage_of
 from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.divergence import judge_divergence
+from trtspec.verify.duration import estimate_s
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, offer_of, speller, why_no_exact_run
-from trtspec.verify.gates import Check, raw_as_records, skipped
-from trtspec.verify.gpu import ELSEWHERE, check_gpu, gpu_record
+from trtspec.verify.gates import Check, skipped
+from trtspec.verify.gpu import ELSEWHERE, check_gpu
 from trtspec.verify.load import (
     Contender,
     Race,
@@ -34,15 +34,26 @@ from trtspec.verify.load import (
     too_fast,
 )
 from trtspec.verify.lossless import Identity, check_lossless, requests_for
-from trtspec.verify.matrix_load import check_loads, plan_loads
+from trtspec.verify.matrix_load import check_loads, load_settings, plan_loads
+from trtspec.verify.pair import Pair, asked_gates
 from trtspec.verify.prediction import check_prediction, time_steps
+from trtspec.verify.provenance import report_of
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.sampled_run import sampled_checks
 from trtspec.verify.sanity import check_evidence
+from trtspec.verify.served_load import check_served, not_served, plan_served
 from trtspec.verify.settings import Settings
 from trtspec.verify.suite import Plan, Side, check_suite, plan_suite, skipped_suite
-from trtspec.verify.tasks import task_files
+from trtspec.verify.versus import (
+    OWN,
+    VS,
+    against_other,
+    check_drafts,
+    proof_of,
+    prove_other,
+    why_no_proof,
+)
 
 Say = Callable[[str], None]
 
@@ -52,22 +63,26 @@ BY_URL = "serve both variants and give --url and --baseline-url"
 @dataclass(frozen=True)
 class _Engines:
     """``recipe`` is ``plain`` when the recipe does not speculate; ``baseline`` is ``plain`` when it
-    quantizes nothing."""
+    quantizes nothing. With OTHER, ``baseline`` is OTHER's target without drafts, ``plain`` where that is the
+    same target."""
 
     recipe: Engine
     plain: Engine
     baseline: Engine
+    other: Engine | None = None
+    """OTHER as built."""
 
 
 def verify(
     built: Artifact,
     settings: Settings,
     *,
+    pair: Pair | None = None,
     argv: Sequence[str] = (),
     say: Say = lambda line: None,
     on_progress: OnProgress = lambda stage, done, total: None,
 ) -> Report:
-    """Measure ``built`` and judge it by the gates of its recipe.
+    """Measure ``built`` and judge it by the gates of its recipe; against OTHER if there is a ``pair``.
 
     ``say`` gets a line or two before the first stage, ``on_progress(stage, done, total)`` counts in it.
     Raises InputError for prompts that do not fit, MissingError for what the machine lacks; a gate that
@@ -75,62 +90,95 @@ def verify(
     """
     began, created = time.monotonic(), utc_now()
     rate_upper_bound(0, 1)  # a missing scipy is said now, not after minutes of measuring
+    as_built = built
+    built = built if pair is None else _asked(built, pair)
     recipe = built.recipe
     tokenizer = Tokenizer.load(built.target_dir)
+    longest_sequence = min(one.limits.max_seq_tokens for one in _recipes(recipe, pair))
+    longest_prompt = min(_longest_prompt(one, settings) for one in _recipes(recipe, pair))
+    if pair is not None:
+        most = min(longest_sequence, settings.retrieval_tokens or longest_sequence)
+        settings = replace(settings, retrieval_tokens=most)
     prompts = load_prompts(
         settings.prompts or PROMPTS_FILE,
         tokenizer,
         limit=settings.num_prompts,
-        max_tokens=_longest_prompt(recipe, settings),
+        max_tokens=longest_prompt,
         sample=settings.prompts is None,
+    )
+    finished = partial(
+        report_of, as_built, settings, prompts, argv=argv, began=began, created=created, pair=pair
     )
     if is_for_gpu(recipe):
         say("loading with TensorRT-LLM, one variant after another")
         label = fidelity(recipe)
         stop_tokens = tokenizer.eos_token_ids
         checks = check_gpu(built, prompts, stop_tokens, settings, on_progress, lossless=LOSSLESS[label])
-        if settings.load is not None:
-            checks.append(skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", False))
+        asked = recipe.gates.min_speedup_by_load is not None
+        if settings.load is not None or asked:
+            checks.append(skipped("speedup_by_load", f"one engine fills the GPU; {BY_URL}", asked))
+        checks += not_served(recipe.gates, settings, f"one engine fills the GPU; {BY_URL}")
         checks += skipped_suite(recipe.gates, settings, f"needs scores, which are not there; {ELSEWHERE}")
-        return _report(built, settings, prompts, checks, argv, began, created)
-    plan = plan_suite(settings, recipe.gates, tokenizer, recipe.limits.max_seq_tokens)
-    loads = None if settings.load is None else plan_loads(recipe, settings.load, tokenizer)
+        return finished(checks)
+    plan = plan_suite(settings, recipe.gates, tokenizer, longest_sequence)
+    asked_loads = load_settings(settings, recipe.gates)
+    loads = None if asked_loads is None else plan_loads(_tightest(recipe, pair), asked_loads, tokenizer)
+    served = plan_served(_tightest(recipe, pair), settings, tokenizer)
     texts: list[list[int]] = []
-    if built.manifest.target != "baseline":
+    if built.manifest.target != "baseline" if pair is None else pair.question == "quality":
         texts = load_texts(
             settings.heldout or HELDOUT_FILE,
             tokenizer,
             total_tokens=settings.quality_tokens,
-            max_tokens=min(settings.quality_text_tokens, recipe.limits.max_seq_tokens),
+            max_tokens=min(settings.quality_text_tokens, longest_sequence),
         )
     excuse = why_no_exact_run(built)
     label = fidelity(recipe)
     exact_name = f"{LOSSLESS[label]}_float64"
     proof = None if excuse is not None else exact_name
+    excuse_of_other = "" if pair is None else why_no_proof(pair)
+    own_proof = proof_of(pair) if pair is not None and excuse_of_other is None else None
     sampled: list[Prompt] = []
     if label == "approximate":
         sampled = load_prompts(
             settings.prompts or PROMPTS_FILE,
             tokenizer,
             limit=settings.sampled_prompts,
-            max_tokens=_longest_prompt(recipe, settings),
+            max_tokens=longest_prompt,
             sample=settings.prompts is None,
         )
     with contextlib.ExitStack() as stack:
         say("loading the engines")
-        engines = _open(built, stack)
-        seconds = _estimate_s(engines, prompts, settings, recipe, exact=proof is not None)
+        engines = _open(built, pair, stack)
+        seconds = estimate_s(
+            [engines.recipe, engines.plain, engines.baseline, engines.other or engines.baseline],
+            prompts,
+            settings,
+            recipe,
+            exact=proof is not None,
+            exact_of_other=own_proof is not None,
+        )
         seconds *= 1 + len(sampled) * settings.samples / (4 * len(prompts))
         say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
-        checks, answers = _measure(built, engines, prompts, texts, tokenizer, settings, proof, on_progress)
+        checks, answers, theirs = _measure(
+            built, pair, engines, prompts, texts, tokenizer, settings, proof, own_proof, on_progress
+        )
         checks[1:1] = sampled_checks(engines.recipe, engines.plain, prompts, settings, recipe, on_progress)
         if sampled:
             checks[:0] = _approximate(engines, sampled, tokenizer, settings, recipe, on_progress)
-        if loads is not None and settings.load is not None:
+        if loads is not None and asked_loads is not None:
             three = engines.recipe, engines.plain, engines.baseline
             stop = tokenizer.eos_token_ids
-            checks.append(check_loads(three, loads, settings.load, recipe, stop, on_progress))
-        checks += _suite(engines, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress)
+            other = None if pair is None else _contender(pair, engines)
+            by_load = check_loads(three, loads, asked_loads, recipe, stop, on_progress, other=other)
+            checks += [by_load] if pair is None else against_other([by_load])
+        if served is not None:
+            sides = {"recipe": engines.recipe, "no_speculation": engines.plain, "baseline": engines.baseline}
+            sides |= {} if engines.other is None else {"other": engines.other}
+            checks += check_served(sides, served, recipe, on_progress)
+        checks += _suite(
+            engines, pair, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress
+        )
     if proof is not None:
         # After the others are closed: two more copies of the weights, and in 64 bit.
         livelier = liveliest(prompts, answers, settings)
@@ -142,51 +190,33 @@ def verify(
         checks.insert(at + 1, exact.check)
     elif excuse:
         checks.insert(1, skipped(exact_name, excuse, False))
-    return _report(built, settings, prompts, checks, argv, began, created)
-
-
-def _report(
-    built: Artifact,
-    settings: Settings,
-    prompts: Sequence[Prompt],
-    checks: Sequence[Check],
-    argv: Sequence[str],
-    began: float,
-    created: str,
-) -> Report:
-    recipe, label = built.recipe, fidelity(built.recipe)
-    gpu_tools, gpus = gpu_record() if is_for_gpu(recipe) else ({}, {})
-    notes = ["1 nat is a factor of 2.72 in probability, 0.1 nat of 1.11"]
-    if (wanted := settings.num_prompts) > len(prompts):
-        notes.append(f"{wanted} prompts were asked for, {len(prompts)} are there and fit the limits")
-    if label == "approximate":
-        notes.append(
-            f"{recipe.acceptance.kind} acceptance is approximate: sampled output does not have the target's "
-            "law; greedy requests, in which acceptance and speed are measured, accept exactly"
+    if pair is not None and theirs is not None and excuse_of_other != "":
+        checks = prove_other(
+            pair, checks, prompts, theirs.answers, tokenizer, settings, excuse_of_other, on_progress
         )
-    return Report(
-        engine=str(built.folder),
-        recipe_name=recipe.name,
-        recipe_digest=built.manifest.recipe_digest,
-        recipe=recipe.model_dump(mode="json"),
-        source_digest=built.manifest.source.digest,
-        created=created,
-        argv=tuple(argv),
-        tools={**tool_versions(), **gpu_tools},
-        built_with=built.manifest.tools,
-        machine={
-            **machine_summary(),
-            **gpus,
-            "threads": getattr(recipe.backend, "threads", None) or "default",
-            "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
-            "omp_num_threads": os.environ.get("OMP_NUM_THREADS", "unset"),
-        },
-        settings=_settings_record(settings, prompts),
-        seconds=round(time.monotonic() - began, 1),
-        checks=tuple(map(raw_as_records, checks)),
-        notes=tuple(notes),
-        fidelity=label,
-    )
+    return finished(checks)
+
+
+def _recipes(recipe: Recipe, pair: Pair | None) -> list[Recipe]:
+    return [recipe] if pair is None else [recipe, pair.running.recipe]
+
+
+def _tightest(recipe: Recipe, pair: Pair | None) -> Recipe:
+    """``recipe`` with the limits that both engines keep."""
+    limits = [one.limits for one in _recipes(recipe, pair)]
+    names = ("max_batch_size", "max_input_tokens", "max_seq_tokens")
+    least = {name: min(getattr(one, name) for one in limits) for name in names}
+    return recipe.model_copy(update={"limits": recipe.limits.model_copy(update=least)})
+
+
+def _asked(built: Artifact, pair: Pair) -> Artifact:
+    """``built`` with the gates that the question of the pair is about."""
+    gates = asked_gates(built.recipe.gates, pair.question)
+    return replace(built, recipe=built.recipe.model_copy(update={"gates": gates}))
+
+
+def _contender(pair: Pair, engines: _Engines) -> Contender:
+    return Contender("other", engines.other or engines.plain, max_draft(pair.running.recipe.speculation))
 
 
 def _longest_prompt(recipe: Recipe, settings: Settings) -> int:
@@ -195,26 +225,6 @@ def _longest_prompt(recipe: Recipe, settings: Settings) -> int:
     if settings.prompts is None and settings.max_prompt_tokens is not None:
         return min(fits, settings.max_prompt_tokens)
     return fits
-
-
-def _settings_record(settings: Settings, prompts: Sequence[Prompt]) -> dict[str, object]:
-    prompts_file, heldout = settings.prompts or PROMPTS_FILE, settings.heldout or HELDOUT_FILE
-    return {
-        **asdict(settings),
-        "num_prompts": len(prompts),
-        "longest_prompt_tokens": max(len(prompt.tokens) for prompt in prompts),
-        "prompts": "builtin" if settings.prompts is None else str(prompts_file),
-        "prompts_sha256": file_sha256(prompts_file),
-        "heldout": "builtin" if settings.heldout is None else str(heldout),
-        "heldout_sha256": file_sha256(heldout),
-        "load": None
-        if (load := settings.load) is None
-        else {**asdict(load), "file": str(load.file or "builtin")},
-        "tasks": [str(path) for path in settings.tasks],
-        "tasks_sha256": [file_sha256(path) for path in task_files(settings.tasks)],
-        "lm_eval": list(settings.lm_eval),
-        "lm_eval_path": None if settings.lm_eval_path is None else str(settings.lm_eval_path),
-    }
 
 
 def _approximate(
@@ -244,6 +254,7 @@ def _approximate(
 
 def _suite(
     engines: _Engines,
+    pair: Pair | None,
     plan: Plan,
     prompts: Sequence[Prompt],
     answers: Sequence[Answer],
@@ -253,80 +264,59 @@ def _suite(
     recipe: Recipe,
     on_progress: OnProgress,
 ) -> list[Check]:
-    """Quality beyond perplexity: the recipe's engine against the 16-bit one without speculation."""
-
-    stage = partial(stage_of, on_progress)
-    return check_suite(
+    """Quality beyond perplexity: the recipe's engine against the 16-bit one without speculation, or against
+    OTHER of another quantization."""
+    baseline = Side(engines.baseline, engines.baseline, 0)
+    of_other = pair is not None and pair.question == "quality"
+    if pair is not None and engines.other is not None and of_other:
+        baseline = Side(engines.other, engines.baseline, max_draft(pair.running.recipe.speculation))
+    found = check_suite(
         plan,
         Side(engines.recipe, engines.plain, max_draft(recipe.speculation)),
-        Side(engines.baseline, engines.baseline, 0),
+        baseline,
         prompts,
         answers,
-        earlier,
+        [] if of_other else earlier,
         tokenizer=tokenizer,
         settings=settings,
         gates=recipe.gates,
-        stage=stage,
+        stage=partial(stage_of, on_progress),
     )
+    return against_other(found) if of_other else found
 
 
-def _open(built: Artifact, stack: contextlib.ExitStack) -> _Engines:
-    plain = stack.enter_context(contextlib.closing(open_engine(built, "no_speculation")))
+def _open(built: Artifact, pair: Pair | None, stack: contextlib.ExitStack) -> _Engines:
+    def opened(artifact: Artifact, variant: Variant) -> Engine:
+        return stack.enter_context(contextlib.closing(open_engine(artifact, variant)))
+
+    plain = opened(built, "no_speculation")
     recipe = baseline = plain
     if not isinstance(built.recipe.speculation, NoSpeculation):
-        recipe = stack.enter_context(contextlib.closing(open_engine(built, "recipe")))
-    if built.manifest.target != "baseline":
-        baseline = stack.enter_context(contextlib.closing(open_engine(built, "baseline")))
-    return _Engines(recipe, plain, baseline)
-
-
-def _estimate_s(
-    engines: _Engines, prompts: Sequence[Prompt], settings: Settings, recipe: Recipe, *, exact: bool
-) -> float:
-    """Seconds that the protocol should take, from the time of a few steps of each engine (which also
-    warms them up)."""
-    step_s = {}
-    for engine in {id(engine): engine for engine in (engines.plain, engines.baseline)}.values():
-        requests = requests_for(prompts[:1], 5, frozenset())
-        run(engine, requests, draft_limit=0)
-        step_s[id(engine)] = run(engine, requests, draft_limit=0).seconds / 5
-    plain, baseline = step_s[id(engines.plain)], step_s[id(engines.baseline)]
-    tokens = settings.max_new_tokens
-    speculates = engines.recipe is not engines.plain
-    batches = -(-len(prompts) // recipe.limits.max_batch_size)
-    alone = min(settings.floor_prompts, len(prompts)) if speculates else len(prompts)
-    noise = settings.noise_texts * settings.noise_tokens * 1.3
-    # The factors are fitted to the processor time of each stage on two cores with SmolLM2-135M.
-    seconds = 1.75 * plain * (batches * tokens * 4 * (1 + speculates) + alone * tokens + noise)
-    if engines.baseline is not engines.plain:
-        seconds += settings.quality_tokens / 4.4 * (plain + baseline) / 2
-        seconds += 1.75 * baseline * batches * tokens * 4  # the baseline's answers, for degenerate_text
-    runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
-    if speculates:
-        seconds += 1.3 * (runs + runs / settings.rounds) * plain * 2
-    if engines.baseline is not engines.plain:
-        seconds += 1.3 * runs * (baseline + (0 if speculates else plain))
-    if exact:
-        chosen = min(settings.exact_prompts, len(prompts))
-        length = sum(len(prompt.tokens) for prompt in prompts) / len(prompts)
-        new = min(settings.exact_tokens, tokens)
-        # Three passes over prompts and answers, and the steps of two and a half runs.
-        seconds += plain * (3 * 0.55 * chosen * (length + new) + 2.5 * new * 2.5 * chosen)
-    return seconds
+        recipe = opened(built, "recipe")
+    if pair is None:
+        if built.manifest.target != "baseline":
+            baseline = opened(built, "baseline")
+        return _Engines(recipe, plain, baseline)
+    if pair.question == "quality":
+        baseline = opened(pair.running, "no_speculation")
+        return _Engines(recipe, plain, baseline, opened(pair.running, "recipe") if pair.drafts else baseline)
+    return _Engines(recipe, plain, plain, opened(pair.running, "recipe"))
 
 
 def _measure(
     built: Artifact,
+    pair: Pair | None,
     engines: _Engines,
     prompts: Sequence[Prompt],
     texts: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     settings: Settings,
     proof: str | None,
+    own_proof: str | None,
     on_progress: OnProgress,
-) -> tuple[list[Check], tuple[Answer, ...]]:
-    """All checks in the recipe's own dtype, and the answers with speculation. ``proof``: the check in
-    float64 that is to follow."""
+) -> tuple[list[Check], tuple[Answer, ...], Run | None]:
+    """All checks in the recipe's own dtype, the answers with speculation, and those of OTHER where it holds
+    the same target. ``proof``, ``own_proof``: the checks in float64 that are to follow, OTHER's likewise."""
     recipe, gates = built.recipe, built.recipe.gates
     speculates = engines.recipe is not engines.plain
     quantizes = engines.baseline is not engines.plain
@@ -354,6 +344,26 @@ def _measure(
         on_progress=stage(f"{LOSSLESS[fidelity(recipe)]}: {what}"),
     )
     checks = [identity.check]
+    against = "the 16-bit baseline" if pair is None else "OTHER"
+    theirs: Run | None = None
+    if pair is not None and engines.other is not None and pair.question == "speculation":
+        theirs = run(
+            engines.other,
+            requests_for(prompts, settings.max_new_tokens, tokenizer.eos_token_ids),
+            draft_limit=max_draft(pair.running.recipe.speculation),
+            on_answer=counter(stage("other: greedy answers of OTHER to the same prompts"), len(prompts)),
+        )
+        checks += check_drafts(
+            pair,
+            built.recipe,
+            engines.plain,
+            prompts,
+            identity,
+            theirs,
+            proof=proof,
+            own_proof=own_proof,
+            spell=speller(tokenizer),
+        )
 
     if quantizes:
         heldout = settings.heldout
@@ -364,17 +374,20 @@ def _measure(
             texts,
             bound=gates.max_perplexity_ratio,
             source=source,
-            on_progress=stage("quality: perplexity and divergence against the 16-bit baseline"),
+            on_progress=stage(f"quality: perplexity and divergence against {against}"),
         )
-        checks.append(quality)
+        found = [quality]
         if quality.records is not None:
-            checks += judge_divergence(
+            found += judge_divergence(
                 quality.records.tables["tokens"],
                 max_mean_kl=gates.max_mean_kl,
                 max_p99_kl=gates.max_p99_kl,
                 min_same_top_token=gates.min_same_top_token,
                 source=source,
             )
+        checks += found if pair is None else against_other(found)
+    elif pair is not None:
+        checks.append(skipped(f"{VS}quality", f"nothing to compare: {pair.differs}", False))
     else:
         reason = "nothing is quantized: the target is the 16-bit baseline"
         checks.append(skipped("quality", reason, False))
@@ -403,12 +416,13 @@ def _measure(
     else:
         reason = "the recipe does not speculate"
         checks.append(skipped("acceptance", reason, gates.min_acceptance_length is not None))
-    checks += _speed_checks(built, engines, prompts, identity, settings, stage)
-    return checks, identity.speculative.answers
+    checks += _speed_checks(built, pair, engines, prompts, identity, settings, stage)
+    return checks, identity.speculative.answers, theirs
 
 
 def _speed_checks(
     built: Artifact,
+    pair: Pair | None,
     engines: _Engines,
     prompts: Sequence[Prompt],
     identity: Identity,
@@ -421,7 +435,9 @@ def _speed_checks(
     contenders = [Contender("recipe", engines.recipe, max_draft(built.recipe.speculation))]
     if speculates:
         contenders.append(Contender("no_speculation", engines.plain, 0))
-    if quantizes:
+    if pair is not None:
+        contenders.append(_contender(pair, engines))
+    elif quantizes:
         contenders.append(Contender("baseline", engines.baseline, 0))
     result: Race | None = None
     steps: list[dict[str, Any]] = []
@@ -452,6 +468,17 @@ def _speed_checks(
         reason = "the recipe does not speculate"
         checks.append(skipped("speedup", reason, gates.min_speedup is not None))
     bound = gates.min_speedup_over_baseline
+    if pair is not None:
+        if result is not None:
+            over_other = partial(check_speed, result, name="recipe", over="other")
+            checks.append(over_other(check_name=f"{VS}speedup", bound=bound))
+            if speculates and pair.drafts and pair.question == "speculation":
+                checks.append(
+                    check_speed(
+                        result, check_name=f"{OWN}speedup", name="other", over="no_speculation", bound=None
+                    )
+                )
+        return checks
     if result is not None and (quantizes or bound is not None):
         # Without quantization the baseline is the engine without speculation itself.
         over = "baseline" if quantizes else "no_speculation"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from trtspec.artifact import tool_versions
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS, TrtspecError
-from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
@@ -39,8 +38,6 @@ from trtspec.verify import (
 from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
-from trtspec.verify.lossless_verdict import Comparison, NearMissRun, judge
-from trtspec.verify.near_misses import misses_from, refusals
 from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.report import VERDICT_WORDS, check_fields, pitfall_fields, pitfalls, plain
 
@@ -183,9 +180,13 @@ def _whole(bundle: Bundle) -> list[str]:
         problems.append("report.json: pitfalls: not those that follow from its checks")
     if not report.recipe and not report.recipe_digest:
         return problems  # two endpoints: no recipe is known
-    recipe = _recipe(report.recipe)
-    if recipe is None or recipe_digest(recipe) != report.recipe_digest:
-        problems.append("report.json: recipe: its digest is not recipe_digest")
+    sides = [("", report.recipe, report.recipe_digest)]
+    if report.other:
+        sides.append(("other.", report.other.get("recipe", {}), report.other.get("recipe_digest")))
+    for place, value, digest in sides:
+        recipe = _recipe(value)
+        if recipe is None or recipe_digest(recipe) != digest:
+            problems.append(f"report.json: {place}recipe: its digest is not {place}recipe_digest")
     return problems
 
 
@@ -203,6 +204,10 @@ def _recipe(value: Mapping[str, Any]) -> Recipe | None:
 
 def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, Any]) -> list[str]:
     """Gates in the records that are not those of the recipe."""
+    if records.judge == "against_other":
+        from trtspec.verify.versus import VS, inner_records
+
+        return _other_gates([name.removeprefix(VS) for name in names], inner_records(records), recipe)
     arguments, problems = records.arguments, []
     gates = recipe.get("gates") if isinstance(recipe.get("gates"), Mapping) else {}
     for name in names:
@@ -227,12 +232,33 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
                 key, found = "min_acceptance_length", arguments.get("bound")
             case "speed" | "gpu_speed":
                 key, found = f"min_{name}", arguments.get("bound")
+                if arguments.get("over") == "other":
+                    key = "min_speedup_over_baseline"
+            case "served":
+                problems += _other_load(name, arguments, gates)
+                continue
             case _:
                 continue
         if gates and gates.get(key) != found:
             problems.append(
                 f"{name}: judged by a gate of {found!r}, the recipe's {key} is {gates.get(key)!r}"
             )
+    return problems
+
+
+def _other_load(name: str, arguments: Mapping[str, Any], gates: Mapping[str, Any]) -> list[str]:
+    """Where latency was judged by other gates, or under another load, than the recipe's."""
+    judged = dict(arguments.get("gates", {}))
+    load = gates.get("load") or {}
+    if any(load.get(key) is not None for key in ("concurrency", "rate_per_s")):
+        judged |= {f"load.{key}": arguments.get(key) for key in ("concurrency", "rate_per_s")}
+        judged |= {f"slo.{key}": value for key, value in arguments.get("slo", {}).items()}
+    problems = []
+    for key, found in judged.items():
+        section, _, inner = key.partition(".")
+        wanted = (gates.get(section) or {}).get(inner) if inner else gates.get(key)
+        if gates and wanted != found:
+            problems.append(f"{name}: judged by {key} {found!r}, the recipe's gates.{key} is {wanted!r}")
     return problems
 
 
@@ -270,6 +296,14 @@ def rejudge(records: Records) -> list[Check]:
             race = load.race_from(tables["runs"], arguments["contradictions"])
             names = {key: arguments[key] for key in ("check_name", "name", "over", "bound")}
             return [load.check_speed(race, **names)]
+        case "acceptances":
+            from trtspec.verify.versus import judge_acceptances
+
+            return [judge_acceptances(tables["recipe"], tables["other"], **arguments)]
+        case "against_other":
+            from trtspec.verify.versus import against_other, inner_records
+
+            return against_other(rejudge(inner_records(records)))
         case "approximate":
             return _approximate(arguments, tables)
         case "matrix":
@@ -297,10 +331,26 @@ def rejudge(records: Records) -> list[Check]:
             from trtspec.verify.latency import judge_latency
 
             return judge_latency(tables["requests"], **arguments)
+        case "served":
+            from trtspec.verify.served_verdict import judge_served
+
+            return judge_served(tables["requests"], tables["slices"], **arguments)
         case "endpoints":
             from trtspec.verify.endpoint_verdict import judge_endpoints
 
             return judge_endpoints(tables["replies"], margins=tables["margins"], **arguments)
+        case "endpoint_sampled":
+            from trtspec.verify.endpoint_sampled import judge_draws
+
+            return [judge_draws(tables["draws"], **arguments)]
+        case "endpoint_repetition":
+            from trtspec.verify.endpoint_sampled import judge_repetition
+
+            return [judge_repetition(tables["draws"], **arguments)]
+        case "endpoint_parameters":
+            from trtspec.verify.endpoint_labels import judge_endpoint_parameters
+
+            return [judge_endpoint_parameters(tables["probes"], **arguments)]
         case "gpu_same":
             return [_gpu_same(arguments, tables)]
         case "gpu_acceptance":
@@ -314,53 +364,11 @@ def rejudge(records: Records) -> list[Check]:
 
 
 def _lossless(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> Check:
-    prompts = [Prompt(str(row["id"]), tuple(row["tokens"])) for row in tables["prompts"]]
-    reference, other, alone = (answers_from(tables[name]) for name in ("reference", "other", "batch_1"))
-    speculates = arguments["speculates"]
-    comparison = lossless.compare(reference, other) if speculates else lossless.compare(alone, reference)
-    floor = lossless.compare(alone, reference[: len(alone)])
-    near = None
-    if arguments["near"]:
-        missed = answers_from(tables["near_answers"])
-        near = NearMissRun(
-            _scored(lossless.compare(reference, missed), "near", tables["divergences"]),
-            refusals(misses_from(tables["near_misses"]), prompts, missed),
-        )
-    moves = [lossless.Move(row["text"], row["position"], row["rows"], row["nats"]) for row in tables["noise"]]
-    check = judge(
-        arguments["name"],
-        _scored(comparison, "comparison", tables["divergences"]),
-        lossless.noise_of(moves, arguments["rows"]),
-        _scored(floor, "floor", tables["divergences"]),
-        dtype=arguments["dtype"],
-        drafted=sum(answer.drafted for answer in other),
-        accepted=sum(answer.accepted for answer in other),
-        speculates=speculates,
-        required=arguments["required"],
-        contradictions=arguments["contradictions"],
-        near=near,
-        proof=arguments["proof"],
-    )
+    check = lossless.judge_rows(arguments, tables)
     if "float64" in tables:
-        exact = answers_from(tables["float64"])
-        check = load.compare_acceptance(check, other, exact, required=arguments["compare_required"])
+        here, exact = (answers_from(tables[name]) for name in ("other", "float64"))
+        check = load.compare_acceptance(check, here, exact, required=arguments["compare_required"])
     return check
-
-
-def _scored(comparison: Comparison, of: str, rows: Sequence[Row]) -> Comparison:
-    """The divergences with what the engine measured of them; one that the records do not know has no gap,
-    so it is a fault."""
-    known = {
-        (row["prompt_id"], row["position"], row["reference_token"], row["other_token"]): row
-        for row in rows
-        if row["of"] == of
-    }
-    found = []
-    for one in comparison.divergences:
-        row = known.get((one.prompt_id, one.position, one.reference_token, one.other_token))
-        measured = ("gap_nats", "margin", "local_noise_nats", "reference_text", "other_text")
-        found.append(one if row is None else replace(one, **{key: row[key] for key in measured}))
-    return replace(comparison, divergences=tuple(found))
 
 
 def _quality(arguments: Mapping[str, Any], rows: Sequence[Row]) -> Check:

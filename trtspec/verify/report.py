@@ -43,6 +43,8 @@ class Report:
     fidelity: Fidelity = "strict"
     """``approximate``: the recipe's acceptance changes the law of sampled output; then no check is called
     lossless."""
+    other: Mapping[str, Any] = field(default_factory=dict)
+    """The second engine of ``verify --baseline`` (:meth:`trtspec.verify.pair.Pair.record`); empty without."""
 
     @property
     def ok(self) -> bool:

@@ -103,6 +103,8 @@ class ReportFile(_File):
     notes: list[str] = []
     fidelity: Fidelity = "strict"
     """approximate: sampled output does not have the target's law; then nothing is called lossless."""
+    other: Object = {}
+    """The second engine of `verify --baseline`: folder, recipe, what was asked of the two; empty without."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -159,6 +161,7 @@ def report_from(value: object, place: str) -> Report:
         checks=tuple(map(_check, file.checks)),
         notes=tuple(file.notes),
         fidelity=file.fidelity,
+        other=file.other,
     )
 
 

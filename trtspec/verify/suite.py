@@ -181,7 +181,7 @@ def check_suite(
     if target.scorer is not baseline.scorer:
         advance = counter(stage("degenerate_text: the baseline's answers to the same prompts"), len(prompts))
         requests = requests_for(prompts, settings.max_new_tokens, stops)
-        others = run(baseline.writer, requests, draft_limit=0, on_answer=advance).answers
+        others = run(baseline.writer, requests, draft_limit=baseline.draft_limit, on_answer=advance).answers
         rows += degenerate_rows("greedy", ids, mine, [answer.tokens for answer in others], stops)
     for records in (check.records for check in earlier if check.records is not None):
         if records.judge == "lossless" and target.scorer is baseline.scorer and not rows:
