@@ -148,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
             names = ["text_input", "max_tokens", "stream", "top_k", "return_num_output_tokens"]
             if fake.protocol == "llmapi":
                 names = ["text_input", "sampling_param_max_tokens", "streaming", "return_finish_reason"]
-                names += [f"sampling_param_{name}" for name in ("temperature", "top_k", "top_p", "seed", "stop")]
+                names += [
+                    f"sampling_param_{name}" for name in ("temperature", "top_k", "top_p", "seed", "stop")
+                ]
             return self._send(200, {"inputs": [{"name": name} for name in names]})
         return self._send(404, {"error": "no such path"})
 
@@ -167,6 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
             if not fake.scores:
                 return self._send(400, {"error": {"message": "echo is not supported"}})
             return self._send(200, _echo(fake, body["prompt"]))
+        if "prompt" in body and not body.get("stream"):
+            tokens = _told(fake, str(body["prompt"]), answer(str(body["prompt"]), body["max_tokens"]))
+            return self._send(200, {"choices": [{"index": 0, "text": spell(tokens)}]})
         if "top_logprobs" in body:
             return self._send(*self._with_margins(body))
         if fake.silent:
@@ -190,7 +195,12 @@ class _Handler(BaseHTTPRequestHandler):
         fake, openai = self.server.fake, self.server.fake.protocol == "openai"
         count = body.get("max_tokens") or body.get("sampling_param_max_tokens")
         prompt = body.get("prompt") or body.get("text_input") or json.dumps(body.get("messages"))
-        tokens = _told(fake, prompt, answer(prompt, count))
+        if "max_tokens" in fake.ignores:
+            count = 16
+        tokens = _told(fake, prompt, fake_sampling.answer(fake.sampler, fake.ignores, prompt, count, body))
+        stops = body.get("stop") or body.get("sampling_param_stop")
+        if stops and "stop" not in fake.ignores:
+            tokens = tokens[: next((at for at, one in enumerate(tokens) if WORDS[one] in stops), count)]
         if fake.lossy:
             at = count // 2
             tokens = [*tokens[:at], *((token + 1) % len(WORDS) for token in tokens[at:])]
@@ -220,6 +230,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.accepted += len(piece) - 1
                 self.server.generated += len(piece)
         if openai:
+            if body.get("n", 1) > 1 and "n" not in fake.ignores:
+                self._event({**_CHUNK, "choices": [{"index": 1, "delta": {"content": " ash"}}]})
             if fake.usage and body.get("stream_options"):
                 usage = {"completion_tokens": len(tokens) + fake.inflate}
                 self._event({**_CHUNK, "choices": [], "usage": usage})

@@ -4,7 +4,7 @@ No probabilities are needed, only many answers of each to the same prompts with 
 under test and a reference (the same weights without drafts, or another endpoint). For every prompt,
 
 * the first 1, 2 .. m tokens of the answers are compared as they stand: two-sample chi-square over the
-  distinct beginnings, those seen too rarely pooled into one cell;
+  nine commonest beginnings and one cell of all others;
 * n-grams anywhere in the answers are counted. Those of one answer depend on each other, so the p-value comes
   from a permutation of whole answers between the two sides.
 
@@ -37,8 +37,9 @@ Answers = Mapping[str, Sequence[Sequence[int]]]
 
 FIRST_TOKENS = 3
 GRAM = 2
-OUTCOMES = 3
-"""Cells that a bias is planned on: the likeliest two tokens and all others."""
+OUTCOMES = 10
+"""Cells of a comparison at most: the nine commonest beginnings, and all others. A bias is planned on so
+many, or a law of more cells would need more answers than were planned."""
 _LEAST = 5
 _SEED = 20260612
 _EXCEEDANCES = 20
@@ -84,6 +85,8 @@ def beginnings(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]], le
     both = table.sum(0)
     share = min(len(left), len(right)) / (len(left) + len(right))
     first, total = pool(table[0], both, _LEAST / share)
+    if len(total) > OUTCOMES:
+        first, total = (np.append(one[: OUTCOMES - 1], one[OUTCOMES - 1 :].sum()) for one in (first, total))
     return np.array([first, total - first])
 
 

@@ -20,9 +20,11 @@ from trtspec.ruler import OnProgress
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
+from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
+from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
-from trtspec.verify.gates import Check, skipped
+from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
@@ -33,7 +35,8 @@ _MOST_MARGINS = 40
 @dataclass(frozen=True)
 class EndpointSettings:
     """How much two endpoints are asked. ``rate_per_s``: an open loop with Poisson arrivals instead of
-    ``concurrency`` requests at a time. ``draft_tokens``: the most that a step may draft, if known."""
+    ``concurrency`` requests at a time. ``draft_tokens``: the most that a step may draft, if known.
+    ``draws``: sampled answers; None: not asked for. ``acceptance``: of url, as its owner says."""
 
     num_prompts: int = 20
     max_new_tokens: int = 64
@@ -48,6 +51,9 @@ class EndpointSettings:
     min_goodput: float | None = None
     min_speedup: float | None = None
     prompts: str = "builtin"
+    draws: DrawSettings | None = None
+    parameters: bool = True
+    acceptance: Acceptance | None = None
 
 
 def verify_endpoints(
@@ -139,6 +145,8 @@ def verify_endpoints(
         asked_quality = check_endpoint_quality(
             quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
         )
+    honoured = [_parameters(endpoints, chats, settings, on_progress)] if settings.parameters else []
+    sampled = _sampled(endpoints, chats, settings, on_progress)
     objectives = asdict(Objectives(settings.ttft_s, settings.tpot_s, settings.e2e_s))
     for side in SIDES:
         checks += judge_latency(
@@ -159,7 +167,15 @@ def verify_endpoints(
         draft_tokens=settings.draft_tokens,
         min_speedup=settings.min_speedup,
         counters={side: _grown(*both) for side, both in counters.items()},
+        acceptance=settings.acceptance or "strict",
     )
+    approximate = fidelity_of(settings.acceptance, "sampled").fidelity == "approximate"
+    if approximate and not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality):
+        reason = (
+            "approximate acceptance is judged by quality, and no gate asks for it: give --tasks and --gates"
+        )
+        sampled.append(skipped("approximate", reason, True))
+    assumed = "" if settings.acceptance else ", which is assumed (--acceptance says otherwise)"
     return Report(
         engine=f"{url.url} against {baseline.url}",
         recipe_name=url.model,
@@ -183,13 +199,69 @@ def verify_endpoints(
             **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
         },
         seconds=round(time.monotonic() - began, 1),
-        checks=(*first, *asked_quality, *_not_shown(quality is None), *checks),
+        checks=(*first, *sampled, *honoured, *asked_quality, *_not_shown(quality is None), *checks),
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
-            "how an endpoint accepts drafts when it samples is not seen from greedy answers",
+            f"acceptance of url: {settings.acceptance or 'strict'}{assumed}",
             *(AIPERF_NOTES if driven else ()),
         ),
+        fidelity="approximate" if approximate else "strict",
     )
+
+
+def _drafted(url: Endpoint) -> Callable[[], float | None]:
+    return lambda: (draft_counters(url) or {}).get("drafted")
+
+
+def _parameters(
+    endpoints: Mapping[str, Endpoint],
+    chats: Sequence[Chat],
+    settings: EndpointSettings,
+    on_progress: OnProgress,
+) -> Check:
+    return check_parameters(
+        endpoints,
+        chats,
+        acceptance=settings.acceptance,
+        drafted=_drafted(endpoints["url"]),
+        on_progress=lambda done, total: on_progress("sampling_parameters: both sides", done, total),
+    )
+
+
+def _sampled(
+    endpoints: Mapping[str, Endpoint],
+    chats: Sequence[Chat],
+    settings: EndpointSettings,
+    on_progress: OnProgress,
+) -> list[Check]:
+    """What is asked of sampled answers: the baseline's law, or of approximate acceptance that it does not
+    repeat itself."""
+    if settings.draws is None:
+        return [skipped("sampled", "not asked for (--no-sampled)")]
+    label = fidelity_of(settings.acceptance, "sampled")
+    if label.fidelity == "approximate":
+        return [
+            skipped(
+                "sampled", f"not claimed: {label.acceptance} acceptance is approximate ({label.because})"
+            ),
+            check_repetition(
+                endpoints,
+                chats,
+                temperature=settings.draws.temperature,
+                max_tokens=settings.max_new_tokens,
+                concurrency=settings.concurrency,
+                on_progress=lambda done, total: on_progress("approximate: sampled answers", done, total),
+            ),
+        ]
+    found = check_sampled(
+        endpoints,
+        chats,
+        settings.draws,
+        concurrency=settings.concurrency,
+        drafted=_drafted(endpoints["url"]),
+        on_progress=lambda done, total: on_progress("sampled: url, baseline, control", done, total),
+    )
+    return [found]
 
 
 def _not_shown(quality: bool) -> list[Check]:

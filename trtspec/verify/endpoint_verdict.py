@@ -33,10 +33,12 @@ def judge_endpoints(
     draft_tokens: int | None,
     min_speedup: float | None,
     counters: Mapping[str, Mapping[str, float] | None],
+    acceptance: str = "strict",
 ) -> list[Check]:
-    """Identity, token counter, acceptance and speedup of two endpoints. ``counters``: by how much vLLM's
-    draft counters grew on each side, None where it shows none. ``margins``: of prompts with other answers the
-    baseline's tokens and the gap between its two best, ``request_id, token, nats`` a row."""
+    """Identity, token counter, acceptance and speedup of two endpoints. ``acceptance``: strict, typical,
+    relaxed or skipped, as url's owner says. ``counters``: by how much vLLM's draft counters grew on each
+    side, None where it shows none. ``margins``: of prompts with other answers the baseline's tokens and the
+    gap between its two best, ``request_id, token, nats`` a row."""
     records = Records(
         "endpoints",
         {
@@ -45,19 +47,31 @@ def judge_endpoints(
             "draft_tokens": draft_tokens,
             "min_speedup": min_speedup,
             "counters": counters,
+            "acceptance": acceptance,
         },
         {"replies": list(rows), "margins": list(margins)},
     )
-    acceptance = _acceptance(rows, counters, draft_tokens)
-    length = acceptance.measured if acceptance.verdict is Verdict.MEASURED else None
+    accepted = _acceptance(rows, counters, draft_tokens)
+    length = accepted.measured if accepted.verdict is Verdict.MEASURED else None
     checks = [
-        _identity(rows, margins),
+        _claimed(_identity(rows, margins), acceptance),
         _counter(rows, max_new_tokens),
         _baseline_plain(rows, counters),
-        acceptance,
+        accepted,
         _speedup(rows, load, min_speedup, length),
     ]
     return [replace(check, records=records) for check in checks]
+
+
+def _claimed(check: Check, acceptance: str) -> Check:
+    """``check`` of greedy answers, as far as ``acceptance`` promises them: an approximate one is never
+    lossless, and a relaxed one may differ at temperature 0 too."""
+    if acceptance == "strict":
+        return check
+    if acceptance == "typical" or check.verdict is Verdict.ERROR:
+        return replace(check, name="greedy")
+    summary = f"not claimed ({acceptance} acceptance): {check.summary}"
+    return replace(check, name="greedy", verdict=Verdict.MEASURED, summary=summary, required=False)
 
 
 def answers_of(rows: Sequence[Row], side: str, at: str, number: int = 0) -> dict[str, Row]:
