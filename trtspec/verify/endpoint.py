@@ -11,6 +11,7 @@ A request that fails in a load is a record with an error, not an exception.
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -19,21 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
-from trtspec.errors import InputError, MissingError, Problem, TrtspecError
+from trtspec.errors import InputError, MissingError, Problem
 from trtspec.prompts import Chat
 from trtspec.user_files import shown_path
-from trtspec.verify.http_stream import Refused, Silent, events, exchange, get, json_value, opened
+from trtspec.verify.http_stream import Refused, Silent, events, exchange, get, json_value, opened, refused
 from trtspec.verify.latency import Timed
 
 Protocol = Literal["triton", "openai"]
 _ASKED = ("return_token_ids", "stream_options")
 """What an OpenAI-compatible server may refuse, least common first."""
-_COUNTERS = {
-    "drafts": "vllm:spec_decode_num_drafts_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
-    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-    "generated": "vllm:generation_tokens_total",
-}
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,8 @@ class Endpoint:
     raw: bool = False
     """Whether prompts are sent without the server's chat template (``/v1/completions``)."""
     api_key: str | None = None
+    server: str = ""
+    """What serves it, as far as it says: ``vllm 0.32.0``, ``triton``; "" where it does not."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.protocol}, {self.url}, {self.model})"
@@ -76,8 +73,9 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. ``token_ids`` None: the server shows text only. ``drafted``, ``accepted`` and
-    ``tokens_per_step`` are the server's own words, None where it does not tell."""
+    """An answer. ``token_ids`` None: the server shows text only. ``drafted``, ``accepted``,
+    ``tokens_per_step``, ``prompt_tokens`` and ``prompt_token_ids`` are the server's own words, None where it
+    does not tell."""
 
     timed: Timed
     text: str
@@ -88,6 +86,10 @@ class Reply:
     tokens_per_step: float | None = None
     answers: int = 1
     """Of ``SamplingParams.n``, those of which anything came."""
+    emitted: tuple[int, ...] | None = None
+    """Token ids of each event that had some: of a step, or of several where the server lagged behind."""
+    prompt_tokens: int | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 # --------------------------------------------------------------------------- finding out what is there
@@ -112,7 +114,9 @@ def connect(
     try:
         listed = None if protocol == "triton" else _models(bare)
         if listed is not None:
-            return replace(bare, protocol="openai", model=_chosen(url, model, listed))
+            names, owner = listed
+            server = _openai_server(bare, owner)
+            return replace(bare, protocol="openai", model=_chosen(url, model, names), server=server)
         if protocol == "openai":
             raise InputError(Problem("GET /v1/models does not list models: no OpenAI-compatible server", url))
         status, _ = get(bare, "/v2/health/ready")
@@ -136,7 +140,7 @@ def connect(
                 "text_input and max_tokens or sampling_param_max_tokens (a text model: ensemble, llmapi)"
             )
             raise InputError(Problem(message, url))
-        return replace(triton, model=name, inputs=inputs, raw=True)
+        return replace(triton, model=name, inputs=inputs, raw=True, server=_triton_server(triton, name))
     except (Silent, Refused) as error:
         raise MissingError(f"{url}: {error}") from None
 
@@ -173,15 +177,35 @@ def _parts(url: str) -> tuple[str, int, str, bool]:
     return host, port or (443 if tls else 80), path.removesuffix("/v1"), tls
 
 
-def _models(endpoint: Endpoint) -> list[str] | None:
-    """The models that an OpenAI-compatible server lists; None if it is none."""
+def _models(endpoint: Endpoint) -> tuple[list[str], str] | None:
+    """The models that an OpenAI-compatible server lists, and who it says owns them; None if it is none."""
     status, body = get(endpoint, "/v1/models")
     value = json_value(body) if status == 200 else None
     if status in (401, 403):
         raise Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
+    if status in (429, *range(500, 600)):
+        raise refused(status, body)  # there, but not ready or behind a front that finds nobody
     if not isinstance(value, dict) or not isinstance(value.get("data"), list):
         return None
-    return [str(one["id"]) for one in value["data"] if isinstance(one, dict) and "id" in one]
+    found = [one for one in value["data"] if isinstance(one, dict) and "id" in one]
+    return [str(one["id"]) for one in found], str(found[0].get("owned_by") or "") if found else ""
+
+
+def _openai_server(endpoint: Endpoint, owner: str) -> str:
+    """``owner`` with its version where it is vLLM, which tells it under ``/version``."""
+    value = None
+    if owner == "vllm":
+        status, body = get(endpoint, "/version")
+        value = json_value(body) if status == 200 else None
+    version = value.get("version") if isinstance(value, dict) else None
+    return shown_path(f"{owner} {version}"[:60] if isinstance(version, str) else owner[:60])
+
+
+def _triton_server(endpoint: Endpoint, model: str) -> str:
+    """``vllm`` where Triton's backend of that name has the model, else ``triton``."""
+    status, body = get(endpoint, f"/v2/models/{quote(model, safe='')}/config")
+    value = json_value(body) if status == 200 else None
+    return "vllm" if isinstance(value, dict) and value.get("backend") == "vllm" else "triton"
 
 
 def _repository(endpoint: Endpoint) -> list[str]:
@@ -251,28 +275,47 @@ def ask(
         state.accepted,
         state.tokens_per_step,
         max(1, len(state.seen)),
+        tuple(state.emitted) if state.has_ids else None,
+        state.prompt_tokens,
+        state.prompt_token_ids,
     )
 
 
 def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[str, float]] | None:
     """Greedy answer once more: its tokens as text, each with the gap in nats between the two most likely.
 
-    None where the server shows no ``top_logprobs`` (chat completions only)."""
-    if endpoint.protocol != "openai" or endpoint.raw:
+    None where the server shows no log-probabilities (``top_logprobs`` of chats, ``logprobs`` of completions).
+    A token that ends within a character has the text that is complete with it, maybe none."""
+    if endpoint.protocol != "openai":
         return None
     path, body = _openai_body(endpoint, chat, max_tokens, GREEDY)
-    body = {key: body[key] for key in ("model", "max_tokens", "temperature", "messages")}
+    kept = ("model", "max_tokens", "temperature", "messages", "prompt")
+    body = {key: body[key] for key in kept if key in body}
     try:
         with closing(opened(endpoint)) as connection:
-            asked = {**body, "logprobs": True, "top_logprobs": 2}
+            asked = {**body, **({"logprobs": 2} if endpoint.raw else {"logprobs": True, "top_logprobs": 2})}
             status, content = exchange(endpoint, connection, "POST", path, asked)
-        listed = json_value(content)["choices"][0]["logprobs"]["content"] if status == 200 else None
+        shown = json_value(content)["choices"][0]["logprobs"] if status == 200 else None
+        if not shown:
+            return None
+        if endpoint.raw:
+            listed = [
+                (str(token), None, list(top.values()))
+                for token, top in zip(shown["tokens"], shown["top_logprobs"], strict=True)
+            ]
+        else:
+            listed = [
+                (str(one["token"]), one.get("bytes"), [top["logprob"] for top in one["top_logprobs"]])
+                for one in shown["content"]
+            ]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        whole = all(isinstance(raw, list) for _, raw, _ in listed)
         found = []
-        for one in listed or []:
-            first, second = sorted((float(top["logprob"]) for top in one["top_logprobs"]), reverse=True)[:2]
-            found.append((str(one["token"]), first - second))
+        for token, raw, tops in listed:
+            first, second = sorted(map(float, tops), reverse=True)[:2]
+            found.append((decoder.decode(bytes(raw or ())) if whole else token, first - second))
         return found or None
-    except (Silent, KeyError, IndexError, TypeError, ValueError):
+    except (Silent, KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None  # an extension that this server does not have
 
 
@@ -286,9 +329,12 @@ class _State:
     accepted: int | None = None
     tokens_per_step: float | None = None
     has_ids: bool = False
+    prompt_tokens: int | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.token_ids: list[int] = []
+        self.emitted: list[int] = []
         self.seen: set[int] = set()
 
 
@@ -321,6 +367,7 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     usage = event.get("usage")
     if isinstance(usage, dict):
         state.claimed = _count(usage.get("completion_tokens"), state.claimed)
+        state.prompt_tokens = _count(usage.get("prompt_tokens"), state.prompt_tokens)
     choices = event.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return False
@@ -330,6 +377,10 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
         state.seen.add(index)
     if index != 0:
         return False  # another answer of the same request
+    # vLLM: beside the choices of a chat, in the choice of a completion; once, in the first event.
+    prompt = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    if isinstance(prompt, list) and all(type(one) is int for one in prompt):
+        state.prompt_token_ids = tuple(prompt)
     delta = choice.get("delta")
     content = (
         choice.get("text") if endpoint.raw else delta.get("content") if isinstance(delta, dict) else None
@@ -341,6 +392,7 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     if isinstance(ids, list) and all(type(one) is int for one in ids):
         state.has_ids = True
         state.token_ids += ids
+        state.emitted += [len(ids)] if ids else []
     if choice.get("finish_reason"):
         state.finish_reason = str(choice["finish_reason"])
     state.tokens_per_step = _number(choice.get("avg_decoded_tokens_per_iter"), state.tokens_per_step)
@@ -432,30 +484,6 @@ def _triton_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     return True
 
 
-# --------------------------------------------------------------------------- counters
-
-
-def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
-    """vLLM's own counters of drafts, from ``/metrics`` of the same URL; None where they are not."""
-    if endpoint.protocol != "openai":
-        return None
-    try:
-        status, body = get(endpoint, "/metrics")
-    except (Silent, TrtspecError):
-        return None
-    if status != 200:
-        return None
-    found: dict[str, float] = {}
-    for line in body.decode("utf-8", "replace").splitlines():
-        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-        for key, counter in _COUNTERS.items():
-            if name == counter:
-                value = _number_of(rest.rpartition(" ")[2])
-                if value is not None:
-                    found[key] = found.get(key, 0.0) + value
-    return found if {"drafts", "accepted"} <= set(found) else None
-
-
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
@@ -466,10 +494,3 @@ def _count(value: Any, otherwise: int | None) -> int | None:
 
 def _number(value: Any, otherwise: float | None) -> float | None:
     return float(value) if type(value) in (int, float) and math.isfinite(value) else otherwise
-
-
-def _number_of(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

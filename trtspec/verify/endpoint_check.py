@@ -19,7 +19,7 @@ from trtspec.prompts import PROMPTS_FILE, Chat
 from trtspec.ruler import OnProgress
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
-from trtspec.verify.endpoint import Endpoint, Reply, ask, draft_counters, learn, margins
+from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, margins
 from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
 from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled
@@ -28,6 +28,7 @@ from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
+from trtspec.verify.server_counters import draft_counters, grown
 
 _MOST_MARGINS = 40
 
@@ -108,6 +109,8 @@ def verify_endpoints(
     driven: dict[str, Driven] = {}
     if aiperf is not None:
         load += ", driven by AIPerf"
+        for side, one in endpoints.items():  # its tokens are not among the rows
+            counters[side].append(draft_counters(one))
     for side in reversed(SIDES):
         stage = f"load, {load}: {side}"
 
@@ -134,8 +137,9 @@ def verify_endpoints(
             replies = closed_loop(sender(side), settings.requests, settings.concurrency, progress)
         timed[side] = [reply.timed for reply in replies]
         rows += [reply_row(reply, side, "load", 0) for reply in replies]
-    for side, one in endpoints.items():
-        counters[side].append(draft_counters(one))
+    if aiperf is None:
+        for side, one in endpoints.items():
+            counters[side].append(draft_counters(one))
     asked_quality: list[Check] = []
     if quality is not None:
 
@@ -166,7 +170,7 @@ def verify_endpoints(
         max_new_tokens=settings.max_new_tokens,
         draft_tokens=settings.draft_tokens,
         min_speedup=settings.min_speedup,
-        counters={side: _grown(*both) for side, both in counters.items()},
+        counters={side: grown(*both) for side, both in counters.items()},
         acceptance=settings.acceptance or "strict",
     )
     approximate = fidelity_of(settings.acceptance, "sampled").fidelity == "approximate"
@@ -188,12 +192,15 @@ def verify_endpoints(
         built_with={},
         machine=machine_summary(),
         settings={
-            **asdict(settings),
+            **{key: value for key, value in asdict(settings).items() if key != "draws"},
+            **{f"sampled_{key}": value for key, value in _draws(settings).items()},
             "num_prompts": len(chats),
             "prompts_sha256": prompts_sha256 or file_sha256(PROMPTS_FILE),
             **({} if quality is None else quality.record()),
             **{
-                f"{side}_endpoint": f"{one.protocol} {one.model}" + (" (no chat template)" if one.raw else "")
+                f"{side}_endpoint": f"{one.protocol} {one.model}"
+                + (f" ({one.server})" if one.server else "")
+                + (" (no chat template)" if one.raw else "")
                 for side, one in endpoints.items()
             },
             **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
@@ -207,6 +214,10 @@ def verify_endpoints(
         ),
         fidelity="approximate" if approximate else "strict",
     )
+
+
+def _draws(settings: EndpointSettings) -> dict[str, Any]:
+    return {} if settings.draws is None else asdict(settings.draws)
 
 
 def _drafted(url: Endpoint) -> Callable[[], float | None]:
@@ -271,12 +282,6 @@ def _not_shown(quality: bool) -> list[Check]:
     return [skipped(name, reason) for name, reason in reasons.items()]
 
 
-def _grown(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> dict[str, float] | None:
-    if before is None or after is None:
-        return None
-    return {key: after[key] - before.get(key, 0.0) for key in after}
-
-
 def reply_row(reply: Reply, side: str, at: str, number: int) -> dict[str, Any]:
     """A reply as JSON values: ``at`` alone or load, ``round`` of that."""
     return {
@@ -294,6 +299,12 @@ def reply_row(reply: Reply, side: str, at: str, number: int) -> dict[str, Any]:
         "drafted": reply.drafted,
         "accepted": reply.accepted,
         "tokens_per_step": reply.tokens_per_step,
+        "emitted": None if reply.emitted is None else list(reply.emitted),
+        "prompt_tokens": reply.prompt_tokens,
+        # Once for each prompt and side is enough.
+        "prompt_token_ids": list(reply.prompt_token_ids)
+        if reply.prompt_token_ids is not None and (at, number) == ("alone", 0)
+        else None,
     }
 
 

@@ -123,6 +123,8 @@ def _why(endpoint: Place, error: Exception) -> str:
         return "nothing answers there; start the server, or check the URL"
     if isinstance(error, TimeoutError):
         return f"no answer for {endpoint.timeout_s:g} s; gave up (--timeout)"
+    if isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError)):
+        return "the server closed the connection before its answer was complete: it stopped or died"
     if isinstance(error, http.client.HTTPException):
         return f"what answers there does not speak HTTP as expected ({type(error).__name__})"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
