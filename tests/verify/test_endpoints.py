@@ -176,14 +176,15 @@ def test_the_command_line(tmp_path, capsys):
     with serving(Fake(per_step=2), Fake()) as urls:
         given = ["verify", "--url", urls[0], "--baseline-url", urls[1], "--quick", "--num-prompts", "4"]
         more = ["--requests", "8", "--slo-ttft-ms", "2000", "--max-new-tokens", "8"]
+        more += ["--sampled-prompts", "1", "--bias", "0.9", "--acceptance", "strict"]
         assert main([*given, *more, "--json", "--html", str(tmp_path / "r.html")]) == 0
         report = json.loads(capsys.readouterr().out)["report"]
         assert report["verdict"] == "PASS"
         assert "goodput_url" in [check["name"] for check in report["checks"]]
-        assert main([*given, "--rate", "3", "--concurrency", "2", "--tasks", "builtin"]) == 2
+        assert main([*given, "--rate", "3", "--concurrency", "2", "--exact-prompts", "2"]) == 2
         told = capsys.readouterr().err
         assert "not both" in told
-        assert "--tasks needs an ENGINE" in told
+        assert "--exact-prompts needs an ENGINE" in told
         assert main(["verify", "--url", urls[0]]) == 2
 
 

@@ -13,6 +13,7 @@ import click
 from trtspec.cli.output import FloatRange, Progress, Session, UserPath, print_json
 from trtspec.cli.report import form_options, rendered
 from trtspec.cli.verify_modes import (
+    endpoint_draws,
     json_file_option,
     mode_options,
     only_one_mode,
@@ -53,7 +54,7 @@ _FILE = UserPath()
 @click.option(
     "--sampled-prompts",
     type=click.IntRange(1),
-    help="Prompts of the sampled answers that judge approximate acceptance.  [default: 40; quick: 24]",
+    help="Prompts of sampled answers (approximate acceptance; --url).  [default: 40; quick: 24; --url: 2]",
 )
 @click.option(
     "--temperature",
@@ -149,8 +150,7 @@ def verify(
     # What only an engine's folder can show.
     inside = {
         "--exact-prompts": exact_prompts, "--exact-tokens": exact_tokens,
-        "--sampled": sampled, "--sampled-prompts": sampled_prompts, "--sampled-tokens": sampled_tokens,
-        "--temperature": temperature, "--against": against,
+        "--against": against,
         "--baseline": other, "--plan": plan, "--self-test": self_test,
     }  # fmt: skip
     speed.check(engine=engine, others=inside)
@@ -162,6 +162,8 @@ def verify(
         raise InputError(Problem(message, key="--baseline"))
     if not speed.alone:
         only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
+    elif (outcomes, power) != (None, None) or (bias is not None and speed.url is None):
+        raise InputError(Problem("--outcomes and --power belong to --plan, --bias to --plan or --url"))
     if plan:
         return print_plan(bias, outcomes, power, json_file)
     if self_test:
@@ -203,6 +205,14 @@ def verify(
         refuse_existing(bundle)
     if engine is None:
         asked = quality.at_endpoints(settings) if speed.url is not None else None
+        draws = endpoint_draws(
+            sampled,
+            quick=quick,
+            prompts=sampled_prompts,
+            tokens=sampled_tokens,
+            bias=bias,
+            temperature=temperature,
+        )
         with Progress(quiet=as_json) as progress:
             result = speed.measure(
                 progress,
@@ -212,6 +222,7 @@ def verify(
                 rounds=rounds,
                 quick=quick,
                 quality=asked,
+                draws=draws,
             )
     else:
         # With hashes: a verdict is about the bytes that were sealed, and this reads them anyway.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trtspec.cli.output import Progress, Session, print_json
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_PASS, InputError, Problem
+
+if TYPE_CHECKING:
+    from trtspec.verify.endpoint_sampled import DrawSettings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -43,13 +46,17 @@ def mode_options(function: _Function) -> _Function:
             help="Hold sampled answers to the target's law.  [default: yes; quick: if a minute is enough]",
         ),
         click.option(
-            "--sampled-tokens", type=click.IntRange(10), help="Tokens drawn for that.  [default: 1248]"
+            "--sampled-tokens",
+            type=click.IntRange(10),
+            help="Tokens drawn for that.  [default: 1248; --url, a side: as --bias needs]",
         ),
         click.option(
             "--plan", is_flag=True, help="Print how many draws show a bias, and measure nothing; no ENGINE."
         ),
         click.option(
-            "--bias", type=float, help="With --plan: its size w^2.  [default: that of 2026, 0.004979]"
+            "--bias",
+            type=float,
+            help="With --plan, --url: its size w^2.  [default: that of 2026, 0.004979; --url: 0.1]",
         ),
         click.option("--outcomes", type=int, help="With --plan: outcomes of the law.  [default: 3]"),
         click.option("--power", type=float, help="With --plan: the chance to find it.  [default: 0.99]"),
@@ -64,9 +71,33 @@ def mode_options(function: _Function) -> _Function:
     return function
 
 
+def endpoint_draws(
+    sampled: bool | None,
+    *,
+    quick: bool,
+    prompts: int | None,
+    tokens: int | None,
+    bias: float | None,
+    temperature: float | None,
+) -> DrawSettings | None:
+    """What is drawn of two endpoints; None with ``--no-sampled``. Raises InputError for a bias that cannot be
+    found."""
+    from trtspec.verify.endpoint_sampled import DrawSettings
+
+    if sampled is False:
+        return None
+    limit = None if sampled else 60.0 if quick else DrawSettings.seconds
+    given = {"prompts": prompts, "tokens": tokens, "bias": bias, "temperature": temperature}
+    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings = DrawSettings(seconds=limit, **known)
+    _ = settings.needed
+    return settings
+
+
 def print_plan(bias: float | None, outcomes: int | None, power: float | None, json_file: str | None) -> int:
     """How many draws show a bias at the suite's alpha. Raises InputError for values out of range."""
     from trtspec.verify import power as planning
+    from trtspec.verify.endpoint_sampled import DrawSettings
 
     size = planning.bias_size(planning.INTENDED, planning.PRODUCED) if bias is None else bias
     cells = 3 if outcomes is None else outcomes
@@ -83,6 +114,7 @@ def print_plan(bias: float | None, outcomes: int | None, power: float | None, js
         "draws": known,
         "draws_with_looks": with_looks,
         "draws_a_side_of_two_samples": 2 * known,
+        "answers_of_endpoints": DrawSettings(prompts=1, bias=size).needed,
     }
     if json_file == "-":
         print_json("plan", fields)
@@ -95,6 +127,10 @@ def print_plan(bias: float | None, outcomes: int | None, power: float | None, js
     looks = ", ".join(f"{share:.0%}" for share in planning.LOOKS)
     click.echo(f"  {with_looks:,} at most with looks at {looks} of them")
     click.echo(f"  {2 * known:,} draws a side of two samples, neither law known")
+    answers = fields["answers_of_endpoints"]
+    click.echo(
+        f"  {answers:,} answers a side to one prompt with --url, whatever the law (ten outcomes, four tests)"
+    )
     return EXIT_PASS
 
 

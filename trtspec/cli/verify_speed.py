@@ -17,7 +17,9 @@ from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from trtspec.verify.endpoint import Endpoint, Protocol
+    from trtspec.verify.endpoint_labels import Acceptance
     from trtspec.verify.endpoint_quality import Plan
+    from trtspec.verify.endpoint_sampled import DrawSettings
     from trtspec.verify.report import Report
     from trtspec.verify.settings import Settings
 
@@ -26,7 +28,7 @@ _OF_LATENCY = ("requests", "concurrency", "rate", "slo_ttft_ms", "slo_tpot_ms", 
 """Of a load: with endpoints, or with an engine's --latency."""
 _NEED_URL = (
     "baseline_url", "model", "baseline_model", "protocol", "draft_tokens", "min_goodput", "min_speedup",
-    "timeout", "api_key_env", "driver", "aiperf",
+    "timeout", "api_key_env", "driver", "aiperf", "acceptance",
 )  # fmt: skip
 
 
@@ -52,6 +54,7 @@ class SpeedOptions:
     api_key_env: str | None
     driver: Literal["own", "aiperf"] | None
     aiperf: Path | None
+    acceptance: Acceptance | None
     latency: bool
     load: bool
     load_tokens: int | None
@@ -151,6 +154,7 @@ class SpeedOptions:
         rounds: int | None,
         quick: bool,
         quality: Plan | None,
+        draws: DrawSettings | None,
     ) -> Report:
         """Ask both endpoints, or measure the matrix. Raises what their client, or build, raises."""
         if self.matrix is not None:
@@ -184,6 +188,8 @@ class SpeedOptions:
             "min_goodput": self.min_goodput,
             "min_speedup": self.min_speedup or (None if quality is None else quality.gates.min_speedup),
             "prompts": None if prompts is None else str(prompts),
+            "draws": draws,
+            "acceptance": self.acceptance,
         }
         quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
         settings = dataclasses.replace(
@@ -270,6 +276,11 @@ _OPTIONS = (
     ),
     click.option(
         "--aiperf", type=UserPath(), metavar="PROGRAM", help="Where AIPerf is.  [default: on the PATH]"
+    ),
+    click.option(
+        "--acceptance",
+        type=click.Choice(("strict", "typical", "relaxed", "skipped")),
+        help="With --url: how it keeps drafts; what is not strict is never lossless.  [default: strict]",
     ),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
     click.option(
