@@ -10,8 +10,13 @@ from pathlib import Path
 # machine that costs a factor of 15. Must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Programs that the tests start must buffer their output as they do for most users.
+# One process a core: each would otherwise start as many threads as there are cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs that the tests start must buffer their output as they do for most users, and find compiled modules:
+# compiling this package anew costs each of a hundred starts up to a second.
 os.environ.pop("PYTHONUNBUFFERED", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
