@@ -172,6 +172,7 @@ def verify_endpoints(
         min_speedup=settings.min_speedup,
         counters={side: grown(*both) for side, both in counters.items()},
         acceptance=settings.acceptance or "strict",
+        servers={side: one.server for side, one in endpoints.items()},
     )
     approximate = fidelity_of(settings.acceptance, "sampled").fidelity == "approximate"
     if approximate and not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality):
