@@ -155,3 +155,23 @@ def test_what_to_run_for_two_endpoints_is_a_command():
     assert told
     assert not any("against http" in text for text in told)
     assert any("verify --url http://a:8000 --baseline-url http://b:8001" in text for text in told)
+
+
+def test_endpoints_are_told_no_option_that_needs_an_engine():
+    engine = "http://a:8000 against http://b:8001"
+    found = answer_pitfalls([], {}, {}, engine=engine, fidelity="strict")
+    assert {one.id for one in found if one.status == "open"} >= {"one-load", "untuned-draft", "lazy-lossless"}
+    for lang in ("en", "zh"):
+        told = [one.command(speaker(lang)) for one in found]
+        assert not [text for text in told if "--scan" in text or "--load" in text or "float64" in text]
+
+
+def test_a_matrix_is_told_to_build_the_engine_first():
+    """The broken variant takes the matrix's folder for an engine."""
+    recipe = {"name": "mine", **NGRAM, **LIMIT}
+    found = answer_pitfalls([], recipe, {"matrix": {}}, engine="engines/.matrix-mine", fidelity="strict")
+    told = [one.command(speaker("en")) for one in found if one.status == "open"]
+    assert "build the recipe (trtspec build), then trtspec verify engines/mine --scan" in told
+    assert not [text for text in told if ".matrix" in text]
+    bare = answer_pitfalls([], recipe, {}, engine="engines/.matrix-mine", fidelity="strict")
+    assert [one for one in bare if ".matrix" in one.command(speaker("en"))]

@@ -167,7 +167,7 @@ def _pitfalls(report: Report, say: Say) -> str:
     rows = []
     for one in pitfalls(report):
         kind, mark = marks[one.status]
-        run = say(one.run, engine=one.engine) if one.run else ""
+        run = one.command(say)
         rows.append(
             f"<tr><th scope='row'>{escape(say(f'pitfall.{one.id}'))}<small><code>{one.id}</code></small></th>"
             f"<td data-label='{escape(columns[1])}'><span class='chip {kind}'>"

@@ -244,6 +244,10 @@ TEXTS: dict[str, tuple[str, str]] = {
         "recipe {digest}, {processor}, {created}, {seconds} s",
         "配方 {digest}，{processor}，{created}，{seconds} 秒",
     ),
+    "terminal-head.url": (
+        "{processor}, {created}, {seconds} s",
+        "{processor}，{created}，{seconds} 秒",
+    ),
     # plots
     "plot.acceptance": (
         "Steps that accepted at least i drafted tokens",
@@ -266,7 +270,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.latency": ("Time of a request", "请求用时"),
     "plot.latency.x": ("seconds, prompt included", "秒，含提示处理"),
     "plot.latency-of": ("Distribution of {metric}", "{metric} 的分布"),
-    "plot.latency.text": ("Median of {name}: {value}.", "{name} 的中位数：{value}。"),
+    "plot.latency.text": ("Median of {name}: {value}.", "{name}的中位数：{value}。"),
     "plot.margins": ("Divergences and rounding noise: {name}", "分歧与舍入噪声：{name}"),
     "plot.margins.x": ("gap between the two tokens, nats", "两词元之差（奈特）"),
     "plot.margins.usual": ("usual noise", "常见噪声"),
@@ -280,7 +284,11 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.kl.y": ("KL, nats", "KL（奈特）"),
     "plot.kl.text": ("Largest value shown: {value} nats.", "图中最大值：{value} 奈特。"),
     "plot.matrix": ("Matrix: {name}", "矩阵：{name}"),
-    "plot.matrix.text": ("{rows} rows, {columns} columns.", "{rows} 行，{columns} 列。"),
+    "plot.matrix.text": (
+        "{rows} rows, {columns} columns. Mark and frame: the verdict. Number and shade: times as fast as BF16 "
+        "without drafts, from orange (slower) to blue (faster).",
+        "{rows} 行，{columns} 列。记号与边框：结论。数字与底色：相对无草稿 BF16 的倍速，橙色较慢，蓝色较快。",
+    ),
     "plot.matrix.corner": ("quantization / drafting", "量化 / 草稿"),
     "plot.position": ("position", "位置"),
     "plot.prompt": ("prompt", "提示"),
@@ -294,9 +302,11 @@ TEXTS: dict[str, tuple[str, str]] = {
     "side.recipe": ("recipe", "配方"),
     "side.no_speculation": ("no speculation", "无推测"),
     "side.baseline": ("16-bit baseline", "16 位基线"),
-    "side.other": ("OTHER", "OTHER"),
+    "side.url": ("url", "被测端点"),
+    "side.endpoint": ("baseline", "基线端点"),
+    "side.other": ("OTHER", "OTHER（第二个引擎）"),
     "against-other": ("against OTHER: {engine}", "相对 OTHER：{engine}"),
-    "other": ("OTHER", "OTHER"),
+    "other": ("OTHER", "OTHER（第二个引擎）"),
     "other-digest": ("recipe digest of OTHER", "OTHER 的配方摘要值"),
     # pitfalls
     "pitfalls": ("Pitfalls", "常见误区"),
@@ -402,6 +412,14 @@ TEXTS: dict[str, tuple[str, str]] = {
         "vanish",
         "速度是逐个请求测得的：成批时验证草稿的代价更高，收益可能消失",
     ),
+    "pitfall.build-first": (
+        "build the recipe (trtspec build), then {text}",
+        "先构建该配方（trtspec build），再{text}",
+    ),
+    "pitfall.one-load.run.url": (
+        "trtspec verify {engine} --concurrency N, with the load that will be served",
+        "以实际服务的负载运行 trtspec verify {engine} --concurrency N",
+    ),
     "pitfall.one-load.run": (
         "trtspec verify {engine} --load, or measure the batch that will be served",
         "运行 trtspec verify {engine} --load，或测量实际服务时的批量",
@@ -411,6 +429,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "pitfall.tail-ignored.missing": (
         "only totals were measured: drafts that fail cost most where users wait longest",
         "只测了总量：失败的草稿恰恰在用户等待最久处代价最大",
+    ),
+    "pitfall.tail-ignored.run.url": (
+        "trtspec verify {engine} --requests 400",
+        "运行 trtspec verify {engine} --requests 400",
     ),
     "pitfall.tail-ignored.run": (
         "measure latency per request with enough requests for a p99 (at least 368)",
@@ -434,6 +456,10 @@ TEXTS: dict[str, tuple[str, str]] = {
         "no comparison token by token in which drafts had to be refused has decided",
         "没有得出定论的、要求拒绝草稿的逐词元比较",
     ),
+    "pitfall.lazy-lossless.run.url": (
+        "trtspec verify ENGINE where the engine's folder is: only there can near misses be offered as drafts",
+        "在引擎文件夹所在处运行 trtspec verify ENGINE：只有那里能把近似次优词元作为草稿",
+    ),
     "pitfall.lazy-lossless.run": (
         "trtspec verify {engine} with more, longer answers, where two copies of the weights in float64 fit",
         "在能容纳两份 float64 权重的机器上，以更多更长的回答运行 trtspec verify {engine}",
@@ -448,6 +474,14 @@ TEXTS: dict[str, tuple[str, str]] = {
     "pitfall.untuned-draft.given": (
         "the recipe's draft was taken as given: another length or tree may be faster on this load",
         "直接采用了配方中的草稿：在此负载上，别的长度或树可能更快",
+    ),
+    "pitfall.untuned-draft.served": (
+        "the server's draft was taken as it is: another length or tree may be faster on this load",
+        "直接采用了服务端的草稿：在此负载上，别的长度或树可能更快",
+    ),
+    "pitfall.untuned-draft.run.url": (
+        "serve it with another draft and trtspec verify {engine} again",
+        "换一种草稿部署后再次运行 trtspec verify {engine}",
     ),
     "pitfall.untuned-draft.run": ("trtspec verify {engine} --scan", "trtspec verify {engine} --scan"),
     "pitfall.long-context": ("Long context", "长上下文"),

@@ -47,7 +47,7 @@ def junit(report: Report, lang: Lang = "en") -> str:
     for one in pitfalls(report):
         case = _case(suite, f"{report.recipe_name}.pitfalls", one.id)
         if one.status != "answered":
-            run = say("item", name=say("to-run"), text=say(one.run, engine=one.engine)) if one.run else ""
+            run = say("item", name=say("to-run"), text=one.command(say)) if one.run else ""
             found = say("item", name=say(one.status), text=say(one.key, **one.values))
             message = say("joined").join(part for part in (found, run) if part)
             ElementTree.SubElement(case, "skipped", message=_clean(message))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trtspec.verify.gates import Check, Verdict, finite
+from trtspec.verify.i18n import TEXTS, Say
 
 IDS = (
     "wrong-baseline",
@@ -47,6 +48,18 @@ class Pitfall:
     values: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
     engine: str = ""
+    """As a command takes it."""
+    to_build: bool = False
+    """Whether ``engine`` is to be built from the recipe first."""
+
+    def command(self, say: Say) -> str:
+        """What to run where it is open, else ""."""
+        text = say(self.run, engine=self.engine) if self.run else ""
+        return (
+            say("pitfall.build-first", text=text)
+            if self.to_build and "{engine}" in TEXTS[self.run][0]
+            else text
+        )
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ class _Known:
     recipe: Mapping[str, Any]
     settings: Mapping[str, Any]
     approximate: bool
+    endpoints: bool
+    """Two endpoints, one of which is taken to speculate; what they hold is not known."""
 
     def at(self, *keys: str) -> Any:
         """A value of the recipe; None where it has none."""
@@ -67,7 +82,7 @@ class _Known:
 
     @property
     def speculates(self) -> bool:
-        return self.at("speculation", "kind") not in (None, "none")
+        return self.endpoints or self.at("speculation", "kind") not in (None, "none")
 
     @property
     def quantizes(self) -> bool:
@@ -96,7 +111,16 @@ def answer_pitfalls(
     endpoints = re.fullmatch(r"(https?://\S+) against (https?://\S+)", engine)
     if endpoints is not None:  # as options, or what the answers tell to run would not be a command
         engine = f"--url {endpoints[1]} --baseline-url {endpoints[2]}"
-    known = _Known({check.name: check for check in checks}, recipe, settings, fidelity == "approximate")
+    of_matrix = "matrix" in settings
+    if of_matrix:  # whose folder is no engine
+        engine = f"engines/{recipe.get('name', 'NAME')}"
+    known = _Known(
+        {check.name: check for check in checks},
+        recipe,
+        settings,
+        fidelity == "approximate",
+        endpoints is not None,
+    )
     questions: dict[str, Callable[[_Known], _Answer]] = {
         "wrong-baseline": _wrong_baseline,
         "alpha-without-tau": _alpha_without_tau,
@@ -118,7 +142,9 @@ def answer_pitfalls(
             )
             continue
         run = f"pitfall.{name}.run" if status == "open" else ""
-        found.append(Pitfall(name, status, f"pitfall.{name}.{key}", values, run, engine))
+        if known.endpoints and f"{run}.url" in TEXTS:
+            run = f"{run}.url"
+        found.append(Pitfall(name, status, f"pitfall.{name}.{key}", values, run, engine, of_matrix))
     return tuple(found)
 
 
@@ -220,14 +246,14 @@ def _lazy_lossless(known: _Known) -> _Answer:
 
 
 def _untuned_draft(known: _Known) -> _Answer:
-    if known.at("speculation", "kind") not in _TREES:
+    if not known.endpoints and known.at("speculation", "kind") not in _TREES:
         return "does not apply", "none", {}
     for check in known.checks.values():
         if check.verdict not in _VOID and "scan" in check.evidence:
             return "answered", "yes", {"check": check.name}
     if known.at("speculation", "adaptive"):
         return "answered", "adaptive", {}
-    return "open", "given", {}
+    return "open", "served" if known.endpoints else "given", {}
 
 
 def _long_context(known: _Known) -> _Answer:

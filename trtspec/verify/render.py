@@ -26,7 +26,7 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
     lines = [
         f"{report.recipe_name}  {report.engine}" + _label(report, say),
         say(
-            "terminal-head",
+            "terminal-head" if report.recipe_digest else "terminal-head.url",
             digest=report.recipe_digest[:12],
             processor=report.machine.get("processor", say("unknown-processor")),
             created=report.created,
@@ -170,7 +170,7 @@ def _pitfall_lines(report: Report, width: int, say: Say) -> list[str]:
     lines = [say("pitfalls.count", answered=counts[0], open=counts[1], rest=counts[2])]
     for one in found:
         if one.status == "open":
-            text = say("item", name=one.id, text=say(one.run, engine=one.engine))
+            text = say("item", name=one.id, text=one.command(say))
             lines += _wrapped(f"- {text}", max(width, 40), _INDENT, f"{_INDENT}  ")
     return [*lines, ""]
 
@@ -178,7 +178,7 @@ def _pitfall_lines(report: Report, width: int, say: Say) -> list[str]:
 def _pitfall_table(report: Report, say: Say) -> list[str]:
     rows = [_row([say(name) for name in ("pitfall", "status", "found", "to-run")]), "|---|---|---|---|"]
     for one in pitfalls(report):
-        run = say(one.run, engine=one.engine) if one.run else ""
+        run = one.command(say)
         title = f"{say(f'pitfall.{one.id}')} (`{one.id}`)"
         rows.append(_row([title, say(one.status), say(one.key, **one.values), run]))
     return rows

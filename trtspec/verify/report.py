@@ -89,8 +89,8 @@ def check_fields(check: Check) -> dict[str, Any]:
 def pitfall_fields(found: Pitfall) -> dict[str, str]:
     """An answered or open pitfall as JSON values, its sentences in English."""
     say = speaker("en")
-    run = say(found.run, engine=found.engine) if found.run else ""
-    return {"id": found.id, "status": found.status, "found": say(found.key, **found.values), "run": run}
+    values = {"found": say(found.key, **found.values), "run": found.command(say)}
+    return {"id": found.id, "status": found.status, **values}
 
 
 def pitfalls(report: Report) -> tuple[Pitfall, ...]:
