@@ -266,7 +266,7 @@ def _unequal_prompts(rows: Sequence[Row]) -> list[str]:
 
 
 def _prompt_tokens(rows: Sequence[Row]) -> list[list[int]]:
-    """Of each prompt its tokens, without those with which all begin or end: chat templates repeat themselves."""
+    """Of each prompt its tokens, without those with which all begin or end: templates repeat."""
     found: dict[str, list[int]] = {}
     for row in rows:
         if row.get("prompt_token_ids"):
