@@ -10,6 +10,7 @@ names a folder of task files of one's own, whose data may be local.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import math
@@ -86,15 +87,20 @@ def known_tasks(tasks: Sequence[str], folder: Path | None) -> Any:
     """The harness's manager of tasks. Raises MissingError without the harness, InputError for tasks that it
     does not know."""
     require_harness()
-    from lm_eval.tasks import TaskManager
-
-    with _quiet():
-        manager = TaskManager(include_path=None if folder is None else str(folder))
-        unknown = [name for name in tasks if name not in manager.all_tasks]
+    manager = _manager(folder)
+    unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         message = f"lm-evaluation-harness knows no task {', '.join(unknown)}; see: lm_eval ls tasks"
         raise InputError(Problem(message, key="--lm-eval"))
     return manager
+
+
+@functools.lru_cache(maxsize=1)  # it reads some ten thousand files
+def _manager(folder: Path | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    with _quiet():
+        return TaskManager(include_path=None if folder is None else str(folder))
 
 
 def evaluate(
@@ -260,7 +266,7 @@ def _model(
 def _quiet() -> Iterator[None]:
     """The harness prints tables and progress bars; a verdict's own output must stay readable."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             yield
