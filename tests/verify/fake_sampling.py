@@ -60,7 +60,8 @@ def next_token(way: str, chance: random.Random, target: Sequence[float], *, draf
 
 
 def answer(way: str, ignored: Sequence[str], prompt: str, count: int, asked: dict[str, Any]) -> list[int]:
-    """An answer to a request's fields, by OpenAI's names or those of the LLM API's model."""
+    """An answer to a request's fields, by OpenAI's names or those of the LLM API's model. The way ``tied``
+    draws its law, but near temperature 0 now and then the second-best token, as 16-bit ties do."""
     values = {key.removeprefix("sampling_param_"): value for key, value in asked.items()}
     values = {key: value for key, value in values.items() if key not in ignored}
     temperature = float(values.get("temperature") or 0.0)
@@ -70,9 +71,11 @@ def answer(way: str, ignored: Sequence[str], prompt: str, count: int, asked: dic
     chance = random.Random(values.get("seed"))
     if values.get("seed") is not None:
         chance = random.Random(f"{prompt} {values['seed']}")
+    if way == "tied" and temperature < 0.1:
+        return [(token + (chance.random() < 0.08)) % SIZE for token in best]
     return [
         next_token(
-            way,
+            "plain" if way == "tied" else way,
             chance,
             law(
                 best[at],

@@ -229,9 +229,14 @@ def test_what_only_one_side_ignores_is_a_fault(parameter):
 
 def test_what_both_ignore_is_no_matter_of_drafts_and_what_is_refused_is_not_ignored():
     settings = TABLE
-    _, checks = judged(Fake(ignores=("seed",)), Fake(ignores=("seed",)), settings)
+    _, checks = judged(Fake(ignores=("seed", "n")), Fake(ignores=("seed", "n")), settings)
     assert checks["sampling_parameters"].verdict is Verdict.MEASURED
     assert "the baseline ignores it too" in "".join(checks["sampling_parameters"].details)
+    assert "not told: seed, n" in checks["sampling_parameters"].summary
+    tied = Fake(sampler="tied")
+    _, checks = judged(tied, tied, settings)
+    table = {row["parameter"]: row["url"] for row in checks["sampling_parameters"].evidence["table"]}
+    assert table["temperature"] is table["top_k"] is True, "16-bit ties are no fault"
     _, checks = judged(Fake(refuse=("top_k",)), Fake(), settings)
     assert checks["sampling_parameters"].verdict is Verdict.MEASURED
     assert "refused" in "".join(checks["sampling_parameters"].details)

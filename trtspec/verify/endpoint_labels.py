@@ -1,8 +1,11 @@
 """What an endpoint's drafting does to its answers: as its owner says, and as far as it shows.
 
 The *label* is said (``--acceptance``): a client sees answers, not how drafts are accepted. The *truth table*
-is measured, on both endpoints alike: which sampling parameters change answers as they should. What the
-baseline ignores too is no matter of drafts; only what it honours and the other ignores is a fault.
+is measured, on both endpoints alike: which sampling parameters change answers as they should. In 16 bit the
+two best tokens tie every so often, and near temperature 0 either may come: so tokens are counted that go on
+as the baseline's greedy answer does, and those that part from it, and counts are compared by Fisher's exact
+test. A parameter is honoured where it makes a difference on its own side. It is ignored where it makes
+none, the baseline honours it, and the counts of the two differ; all else is not told.
 
 Requests go one at a time, so that a seed that does not repeat is no matter of the batch.
 """
@@ -15,8 +18,10 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from trtspec.prompts import Chat
+from trtspec.stats import scipy
 from trtspec.verify.endpoint import GREEDY, Endpoint, SamplingParams, ask, takes
 from trtspec.verify.endpoint_sampled import answer_fields, pieces
+from trtspec.verify.endpoint_verdict import PARAMETERS_ALPHA
 from trtspec.verify.gates import Check
 from trtspec.verify.labels import MODES, Label, Mode, Obeyed, judge_parameters, label
 from trtspec.verify.records import Records, Row
@@ -25,11 +30,12 @@ Acceptance = Literal["strict", "typical", "relaxed", "skipped"]
 """Of an endpoint: what its owner says. Typical acceptance is strict for greedy answers alone."""
 
 PARAMETERS = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "n")
-_PROMPTS, _TOKENS = 4, 16
+_PROMPTS, _TOKENS = 8, 12
 _HOT, _COLD = 2.0, 0.001
-_AGREES, _DIFFERS = 0.75, 0.6
-"""Share of a greedy answer that comes again before another token: from here on it is the same law, below it
-is not; 16-bit ties lie between."""
+_SHOWN = 0.01
+"""p-value below which a parameter makes a difference; a mistake costs a "not told", or none."""
+_COMPARED = 8
+"""Comparisons of the two sides that may call a parameter ignored, at PARAMETERS_ALPHA together."""
 _LIMITS = (1, 3, 7)
 _PROBES: dict[str, SamplingParams] = {
     "greedy": GREEDY,
@@ -111,8 +117,17 @@ def judge_endpoint_parameters(
 ) -> Check:
     """The truth table over the rows of ``probes`` (side, probe, request_id, asked, and what was answered).
     ``taken``: the parameters that requests to each side can carry."""
-    tables = {side: _table(probes, side, taken[side]) for side in ("url", "baseline")}
-    table = [_beside(mine, theirs) for mine, theirs in zip(tables["url"], tables["baseline"], strict=True)]
+    greedy = {
+        row["request_id"]: row for row in probes if (row["side"], row["probe"]) == ("baseline", "greedy")
+    }
+    sides = {side: _Side([row for row in probes if row["side"] == side], greedy) for side in taken}
+    tables = {
+        side: [one.obeyed(name, name in taken[side]) for name in PARAMETERS] for side, one in sides.items()
+    }
+    table = [
+        _beside(mine, theirs, sides["url"], sides["baseline"])
+        for mine, theirs in zip(tables["url"], tables["baseline"], strict=True)
+    ]
     told = [row["drafted"] for row in probes if row["side"] == "url" and row["drafted"] is not None]
     all_drafted = sum(told) if told else 1 if drafted is None else int(drafted)
     check = judge_parameters(
@@ -129,16 +144,18 @@ def judge_endpoint_parameters(
     evidence = {
         "table": [
             {"parameter": mine.parameter, "url": mine.honoured, "baseline": theirs.honoured}
-            for mine, theirs in zip(tables["url"], tables["baseline"], strict=True)
-        ]
+            for mine, theirs in zip(table, tables["baseline"], strict=True)
+        ],
+        "counts": {side: one.counts for side, one in sides.items()},
     }
     return replace(
         check,
         how=(
             f"{_TOKENS} tokens to {_PROMPTS} prompts, one at a time, of both endpoints: near temperature 0, "
-            "with top-k 1 and with a tiny top-p the text must be the greedy one, at temperature 2 it must "
-            "not; seeds must matter and repeat; stop strings and the token limit must end an answer; n is "
-            "counted. A fault is what the baseline honours and the other ignores"
+            "with top-k 1 and with a tiny top-p more tokens must follow the greedy answer than at "
+            "temperature 1 or 2; seeds must matter and repeat; stop strings and the token limit must end "
+            "an answer; n is counted. A fault is what the baseline honours and the other ignores "
+            "(Fisher's exact test)"
         ),
         evidence=evidence,
         records=Records("endpoint_parameters", arguments, {"probes": list(probes)}),
@@ -154,59 +171,126 @@ def stop_word(text: str) -> str:
     return ""
 
 
-def _beside(mine: Obeyed, theirs: Obeyed) -> Obeyed:
-    """A row of the common table: ignored is what only the endpoint under test ignores."""
+def _beside(mine: Obeyed, theirs: Obeyed, left: _Side, right: _Side) -> Obeyed:
+    """A row of the common table: ignored is only what the baseline honours."""
     found = f"url: {mine.found}; baseline: {theirs.found}"
-    if mine.honoured is False and theirs.honoured is not True:
+    honoured = mine.honoured
+    if honoured is None and theirs.honoured is True and left.ignores(mine.parameter, right):
+        honoured = False
+    if honoured is False and theirs.honoured is not True:
         why = "the baseline ignores it too" if theirs.honoured is False else "the baseline does not tell"
         return Obeyed(mine.parameter, None, f"url ignores it, {why} ({found})")
-    return Obeyed(mine.parameter, mine.honoured, found)
+    return Obeyed(mine.parameter, honoured, found)
 
 
 # --------------------------------------------------------------------------- one side
 
+_NEEDS = {
+    "temperature": ("cold", "hot", "seed", "seed again", "other seed"),
+    "top_p": ("top_p", "hot"),
+    "top_k": ("top_k", "hot"),
+    "seed": ("seed", "seed again", "other seed"),
+    "stop": ("greedy", "stop"),
+    "max_tokens": ("max_tokens",),
+    "n": ("n",),
+}
+"""The probes that tell of a parameter."""
+_LOWER = {"temperature": ("cold",), "top_p": ("top_p",), "top_k": ("top_k",), "seed": ("repeat", "move")}
+"""Counts that fall where the parameter is ignored."""
+_HIGHER = {"temperature": ("hot",)}
 
-def _table(probes: Sequence[Row], side: str, taken: Sequence[str]) -> list[Obeyed]:
-    greedy = {
-        row["request_id"]: row for row in probes if (row["side"], row["probe"]) == ("baseline", "greedy")
-    }
-    by_probe: dict[str, dict[str, Row]] = {}
-    limits = [row for row in probes if (row["side"], row["probe"]) == (side, "max_tokens")]
-    for row in probes:
-        if row["side"] == side:
+
+class _Side:
+    """What the probes of one side show. ``counts``: (those that do, those that do not), by what is counted:
+    tokens that follow the greedy answer, by probe (``one``: at temperature 1); answers that repeat with
+    their seed, and that move with another."""
+
+    def __init__(self, rows: Sequence[Row], greedy: Mapping[str, Row]) -> None:
+        self.rows, self._greedy = rows, greedy
+        by_probe: dict[str, dict[str, Row]] = {}
+        for row in rows:
             by_probe.setdefault(row["probe"], {})[row["request_id"]] = row
-    needs = {
-        "temperature": ("cold", "hot"),
-        "top_p": ("hot", "top_p"),
-        "top_k": ("hot", "top_k"),
-        "seed": ("seed", "seed again", "other seed"),
-        "stop": ("greedy",),
-        "n": ("n",),
-    }
-    found = []
-    for name in PARAMETERS:
-        asked = [row for probe in needs.get(name, ()) for row in by_probe.get(probe, {}).values()]
-        asked += limits if name == "max_tokens" else ()
-        asked += greedy.values() if name in ("temperature", "top_p", "top_k") else ()
+        self._probes = by_probe
+        followed = {
+            name: self._followed([name]) for name in ("cold", "hot", "top_k", "top_p") if name in by_probe
+        }
+        first, again, other = (by_probe.get(name, {}) for name in _NEEDS["seed"])
+        both = [key for key in first if key in again and key in other]
+        same = sum(_said(first[key]) == _said(again[key]) for key in both)
+        moved = sum(_said(first[key]) != _said(other[key]) for key in both)
+        self.counts: dict[str, tuple[int, int]] = {
+            **followed,
+            "one": self._followed(_NEEDS["seed"]),
+            "repeat": (same, len(both) - same),
+            "move": (moved, len(both) - moved),
+        }
+
+    def _followed(self, names: Sequence[str]) -> tuple[int, int]:
+        """Tokens that go on as the greedy answer does, and answers that part from it."""
+        followed = parted = 0
+        for name in names:
+            for key, row in self._probes.get(name, {}).items():
+                whole = self._greedy.get(key)
+                if whole is None or row["error"]:
+                    continue
+                by_ids = row["token_ids"] is not None and whole["token_ids"] is not None
+                mine, theirs = (
+                    list(one["token_ids"]) if by_ids else pieces(one["text"]) for one in (row, whole)
+                )
+                same = next(
+                    (at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+                    min(len(mine), len(theirs)),
+                )
+                followed += same
+                parted += mine != theirs
+        return followed, parted
+
+    def obeyed(self, name: str, taken: bool) -> Obeyed:
+        """What this side's answers say of ``name`` alone."""
+        asked = [row for probe in _NEEDS[name] for row in self._probes.get(probe, {}).values()]
+        if name == "max_tokens":
+            asked = [row for row in self.rows if row["probe"] == name]
+        elif name in ("temperature", "top_p", "top_k"):
+            asked += self._greedy.values()
         wrong = next((row["error"] for row in asked if row["error"]), "")
-        if name not in taken:
-            found.append(Obeyed(name, None, "requests cannot carry it"))
-        elif wrong:
-            found.append(Obeyed(name, None, f"refused or failed: {wrong}"))
-        elif name == "max_tokens":
-            found.append(Obeyed(name, *_limit(limits)))
-        elif name == "stop":
-            found.append(Obeyed(name, *_stop(by_probe.get("stop", {}), by_probe.get("greedy", {}))))
-        elif name == "n":
-            count = next(iter(by_probe["n"].values()))["answers"] if "n" in by_probe else 0
-            found.append(Obeyed(name, count == 2, f"2 answers asked, {count} given"))
-        elif name == "seed":
-            found.append(Obeyed(name, *_seed(*(by_probe[probe] for probe in needs[name]))))
-        elif name == "temperature":
-            found.append(Obeyed(name, *_temperature(by_probe["cold"], by_probe["hot"], greedy)))
-        else:
-            found.append(Obeyed(name, *_cut(by_probe[name], by_probe["hot"], greedy)))
-    return found
+        if not taken:
+            return Obeyed(name, None, "requests cannot carry it")
+        if wrong:
+            return Obeyed(name, None, f"refused or failed: {wrong}")
+        counts = self.counts
+        match name:
+            case "temperature":
+                honoured = _more(counts["cold"], counts["one"], _SHOWN) and _more(
+                    counts["cold"], counts["hot"], _SHOWN
+                )
+                told = ((f"at {_COLD:g}", "cold"), ("at 1", "one"), (f"at {_HOT:g}", "hot"))
+                found = ", ".join(f"{words} {_follow(counts[key])}" for words, key in told)
+                return Obeyed(name, honoured or None, found)
+            case "top_p" | "top_k":
+                found = (
+                    f"at temperature {_HOT:g} {_follow(counts[name])}, without it {_follow(counts['hot'])}"
+                )
+                return Obeyed(name, _more(counts[name], counts["hot"], _SHOWN) or None, found)
+            case "seed":
+                (same, not_same), (moved, _) = counts["repeat"], counts["move"]
+                found = (
+                    f"{same} of {same + not_same} answers repeat with the same seed, "
+                    f"{moved} change with another"
+                )
+                return Obeyed(name, (not not_same and moved > 0) or None, found)
+            case "stop":
+                return Obeyed(name, *_stop(self._probes.get("stop", {}), self._probes.get("greedy", {})))
+            case "n":
+                count = asked[0]["answers"] if asked else 0
+                return Obeyed(name, count == 2, f"2 answers asked, {count} given")
+        return Obeyed(name, *_limit(asked))
+
+    def ignores(self, name: str, baseline: _Side) -> bool:
+        """Whether the counts differ from those of a baseline that honours ``name``, as ignoring it does."""
+        level = PARAMETERS_ALPHA / _COMPARED
+        lower = (_more(baseline.counts[key], self.counts[key], level) for key in _LOWER.get(name, ()))
+        higher = (_more(self.counts[key], baseline.counts[key], level) for key in _HIGHER.get(name, ()))
+        return any(lower) or any(higher)
 
 
 _Found = tuple[bool | None, str]
@@ -216,47 +300,15 @@ def _said(row: Row) -> list[Any]:
     return list(row["token_ids"]) if row["token_ids"] is not None else pieces(row["text"])
 
 
-def _agreement(rows: Mapping[str, Row], greedy: Mapping[str, Row]) -> float:
-    """The mean share of the greedy answers that ``rows`` begin with."""
-    shares = []
-    for key, row in rows.items():
-        whole = greedy[key]
-        if row["token_ids"] is None or whole["token_ids"] is None:
-            mine, theirs = pieces(row["text"]), pieces(whole["text"])
-        else:
-            mine, theirs = _said(row), _said(whole)
-        same = next(
-            (at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-            min(len(mine), len(theirs)),
-        )
-        shares.append(same / len(theirs) if theirs else float(not mine))
-    return sum(shares) / len(shares) if shares else 0.0
+def _follow(counts: tuple[int, int]) -> str:
+    followed, parted = counts
+    return f"{followed} tokens follow the greedy text, {parted} part"
 
 
-def _temperature(cold: Mapping[str, Row], hot: Mapping[str, Row], greedy: Mapping[str, Row]) -> _Found:
-    low, high = _agreement(cold, greedy), _agreement(hot, greedy)
-    found = f"at {_COLD:g} {low:.0%} of the greedy text comes again, at {_HOT:g} {high:.0%}"
-    if low < _DIFFERS or high == 1.0:
-        return False, found
-    return (True if low >= _AGREES and high < _DIFFERS else None), found
-
-
-def _cut(rows: Mapping[str, Row], hot: Mapping[str, Row], greedy: Mapping[str, Row]) -> _Found:
-    """Of top-k 1 or a tiny top-p: greedy at any temperature."""
-    share, free = _agreement(rows, greedy), _agreement(hot, greedy)
-    found = f"at temperature {_HOT:g} {share:.0%} of the greedy text comes again, without it {free:.0%}"
-    if free >= _DIFFERS:
-        return None, f"{found}: too alike to tell"
-    return (True if share >= _AGREES else False if share < _DIFFERS else None), found
-
-
-def _seed(first: Mapping[str, Row], again: Mapping[str, Row], other: Mapping[str, Row]) -> _Found:
-    same = sum(_said(first[key]) == _said(again[key]) for key in first)
-    moved = sum(_said(first[key]) != _said(other[key]) for key in first)
-    found = f"{same} of {len(first)} answers repeat with the same seed, {moved} change with another"
-    if not moved or not same:
-        return False, found
-    return (True if same == len(first) else None), found
+def _more(one: tuple[int, int], other: tuple[int, int], level: float) -> bool:
+    """Whether the share of the first count is larger in ``one``: Fisher's exact test, one-sided."""
+    total, hits = sum(one) + sum(other), one[0] + other[0]
+    return bool(scipy("stats").hypergeom.sf(one[0] - 1, total, hits, sum(one)) <= level)
 
 
 def _stop(stopped: Mapping[str, Row], greedy: Mapping[str, Row]) -> _Found:

@@ -37,9 +37,11 @@ def judge_endpoints(
     counters: Mapping[str, Mapping[str, float] | None],
     acceptance: str = "strict",
     servers: Mapping[str, str] | None = None,
+    other_weights: bool = False,
 ) -> list[Check]:
     """Identity, token counter, acceptance and speedup of two endpoints. ``acceptance``: strict, typical,
-    relaxed or skipped, as url's owner says. ``counters``: by how much vLLM's draft counters grew on each
+    relaxed or skipped, as url's owner says; ``other_weights``: the baseline serves others (16-bit ones, say),
+    so that neither identity is claimed nor tokens a step bound the speedup. ``counters``: by how much vLLM's draft counters grew on each
     side, None where it shows none. ``margins``: of prompts with other answers the baseline's tokens and the
     gap between its two best, ``request_id, token, nats`` a row. ``servers``: what each side says it is."""
     records = Records(
@@ -52,30 +54,34 @@ def judge_endpoints(
             "counters": counters,
             "acceptance": acceptance,
             "servers": servers,
+            "other_weights": other_weights,
         },
         {"replies": list(rows), "margins": list(margins)},
     )
     accepted = judge_acceptance(rows, counters.get("url"), draft_tokens)
     length = accepted.measured if accepted.verdict is Verdict.MEASURED else None
     checks = [
-        _claimed(_identity(rows, margins), acceptance),
+        _claimed(_identity(rows, margins), acceptance, other_weights),
         _counter(rows, max_new_tokens),
         judge_comparable(rows, servers or {}),
-        judge_plain_baseline(rows, counters.get("baseline")),
+        skipped("baseline_without_speculation", "the baseline serves other weights: its speed is its own")
+        if other_weights
+        else judge_plain_baseline(rows, counters.get("baseline")),
         accepted,
-        _speedup(rows, load, min_speedup, length),
+        _speedup(rows, load, min_speedup, None if other_weights else length),
     ]
     return [replace(check, records=records) for check in checks]
 
 
-def _claimed(check: Check, acceptance: str) -> Check:
+def _claimed(check: Check, acceptance: str, other_weights: bool) -> Check:
     """``check`` of greedy answers, as far as ``acceptance`` promises them: an approximate one is never
-    lossless, and a relaxed one may differ at temperature 0 too."""
-    if acceptance == "strict":
+    lossless, and a relaxed one may differ at temperature 0 too, as other weights do."""
+    if acceptance == "strict" and not other_weights:
         return check
-    if acceptance == "typical" or check.verdict is Verdict.ERROR:
+    if (acceptance == "typical" and not other_weights) or check.verdict is Verdict.ERROR:
         return replace(check, name="greedy")
-    summary = f"not claimed ({acceptance} acceptance): {check.summary}"
+    reason = "other weights" if other_weights else f"{acceptance} acceptance"
+    summary = f"not claimed ({reason}): {check.summary}"
     return replace(check, name="greedy", verdict=Verdict.MEASURED, summary=summary, required=False)
 
 
