@@ -173,5 +173,6 @@ def test_a_matrix_is_told_to_build_the_engine_first():
     told = [one.command(speaker("en")) for one in found if one.status == "open"]
     assert "build the recipe (trtspec build), then trtspec verify engines/mine --scan" in told
     assert not [text for text in told if ".matrix" in text]
+    assert not [one for one in found if one.status != "open" and one.command(speaker("en"))]
     bare = answer_pitfalls([], recipe, {}, engine="engines/.matrix-mine", fidelity="strict")
     assert [one for one in bare if ".matrix" in one.command(speaker("en"))]

@@ -54,12 +54,11 @@ class Pitfall:
 
     def command(self, say: Say) -> str:
         """What to run where it is open, else ""."""
-        text = say(self.run, engine=self.engine) if self.run else ""
-        return (
-            say("pitfall.build-first", text=text)
-            if self.to_build and "{engine}" in TEXTS[self.run][0]
-            else text
-        )
+        if not self.run:
+            return ""
+        text = say(self.run, engine=self.engine)
+        builds = self.to_build and "{engine}" in TEXTS[self.run][0]
+        return say("pitfall.build-first", text=text) if builds else text
 
 
 @dataclass(frozen=True)

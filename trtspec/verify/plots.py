@@ -25,6 +25,8 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 44, 16, 26, 42
 _CHAR = 6.6
 """Width of a character of the plots' labels, about."""
 _MAX_POINTS = 400
+_PACES = (0.7, 0.95, 1.05, 1.4)
+"""Where the heat map's colour changes, in times as fast."""
 MARKS = {"PASS": "✓", "FAIL": "✗", "INCONCLUSIVE": "?", "SKIPPED": "–", "ERROR": "!", "MEASURED": "·"}
 
 
@@ -227,7 +229,7 @@ def _cdf(title: str, series: Mapping[str, list[float]], unit: str, say: Say) -> 
     body, table, texts = [], [], []
     for number, name in enumerate(names):
         values = found[name]
-        label = say(f"side.{name}") if f"side.{name}" in TEXTS else name
+        label = _side(name, found, say)
         points = min(len(values), _MAX_POINTS)
         picked = [round(i * (len(values) - 1) / max(points - 1, 1)) for i in range(points)]
         path, before = [f"M{axes.x(values[0]):.1f} {axes.y(0):.1f}"], 0.0
@@ -247,6 +249,12 @@ def _cdf(title: str, series: Mapping[str, list[float]], unit: str, say: Say) -> 
     frame = axes.frame(_ticks(*axes.xs), shares, unit, "")
     columns = (say("plot.latency"), say("n"), "p50", "p90")
     return _figure(title, frame + body, axes.height, " ".join(texts), columns, tuple(table))
+
+
+def _side(name: str, sides: Mapping[str, object], say: Say) -> str:
+    """A side's name in words. Beside ``url`` the baseline is the other endpoint, not a 16-bit engine here."""
+    key = "side.endpoint" if name == "baseline" and "url" in sides else f"side.{name}"
+    return say(key) if key in TEXTS else name
 
 
 def _margins(check: Check, say: Say) -> Figure | None:
@@ -343,7 +351,8 @@ def _matrix(check: Check, say: Say) -> Figure | None:
             verdict = verdict if verdict in MARKS else "SKIPPED"
             speedup = finite(cell.get("speedup"))
             x, y = left + j * wide, top + i * high
-            body.append(_rect(f"cell {verdict.lower()}", x + 1, y + 1, wide - 2, high - 2))
+            kind = verdict.lower() + ("" if speedup is None else f" speed{_pace(speedup)}")
+            body.append(_rect(f"cell {kind}", x + 1.5, y + 1.5, wide - 3, high - 3))
             body.append(_text(x + wide / 2, y + 14, MARKS[verdict], "middle"))
             if speedup is not None:
                 body.append(_text(x + wide / 2, y + 28, f"{speedup:.2f}", "middle"))
@@ -353,6 +362,11 @@ def _matrix(check: Check, say: Say) -> Figure | None:
     heads = (say("plot.matrix.corner"), *columns)
     height = top + high * len(rows) + 8
     return _figure(say("plot.matrix", name=check.name), body, height, text, heads, tuple(table))
+
+
+def _pace(speedup: float) -> int:
+    """Which of the five colours of the heat map: 0 is much slower, 2 about as fast, 4 much faster."""
+    return sum(speedup >= edge for edge in _PACES)
 
 
 # --------------------------------------------------------------------------- drawing
