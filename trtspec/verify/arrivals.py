@@ -12,6 +12,30 @@ from typing import TypeVar
 _Reply = TypeVar("_Reply")
 
 
+def giving_up(
+    send: Callable[[int, float | None], _Reply],
+    lost: Callable[[_Reply], str],
+    unasked: Callable[[int, float | None, str], _Reply],
+    most: int = 5,
+) -> Callable[[int, float | None], _Reply]:
+    """``send`` until ``most`` requests in a row found no server (``lost`` says why, or ""); from then on
+    ``unasked(number, due, why)`` instead. A server that hangs would else cost a time-out a request."""
+    failures, lock = 0, threading.Lock()
+    why = ""
+
+    def one(number: int, due: float | None) -> _Reply:
+        nonlocal failures, why
+        if failures >= most:
+            return unasked(number, due, why)
+        reply = send(number, due)
+        with lock:
+            why = lost(reply)
+            failures = failures + 1 if why else 0
+        return reply
+
+    return one
+
+
 def closed_loop(
     send: Callable[[int, float | None], _Reply],
     count: int,

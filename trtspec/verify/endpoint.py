@@ -11,7 +11,6 @@ A request that fails in a load is a record with an error, not an exception.
 
 from __future__ import annotations
 
-import codecs
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,17 @@ from urllib.parse import quote, urlsplit
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.prompts import Chat
 from trtspec.user_files import shown_path
-from trtspec.verify.http_stream import Refused, Silent, events, exchange, get, json_value, opened, refused
+from trtspec.verify.http_stream import (
+    NO_SERVER,
+    Refused,
+    Silent,
+    events,
+    exchange,
+    get,
+    json_value,
+    opened,
+    refused,
+)
 from trtspec.verify.latency import Timed
 
 Protocol = Literal["triton", "openai"]
@@ -249,7 +258,7 @@ def ask(
     state = _State()
     error = ""
     try:
-        path, body = _openai_body(endpoint, chat, max_tokens, params)
+        path, body = openai_body(endpoint, chat, max_tokens, params)
         if endpoint.protocol == "triton":
             path, body = _triton_body(endpoint, chat, max_tokens, params)
         for event in events(endpoint, path, body):
@@ -281,42 +290,17 @@ def ask(
     )
 
 
-def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[str, float]] | None:
-    """Greedy answer once more: its tokens as text, each with the gap in nats between the two most likely.
+def lost(reply: Reply) -> str:
+    """Why no server answered, "" if one did, be it with an HTTP error or an error of its own."""
+    return reply.timed.error if reply.timed.error.startswith(NO_SERVER) else ""
 
-    None where the server shows no log-probabilities (``top_logprobs`` of chats, ``logprobs`` of completions).
-    A token that ends within a character has the text that is complete with it, maybe none."""
-    if endpoint.protocol != "openai":
-        return None
-    path, body = _openai_body(endpoint, chat, max_tokens, GREEDY)
-    kept = ("model", "max_tokens", "temperature", "messages", "prompt")
-    body = {key: body[key] for key in kept if key in body}
-    try:
-        with closing(opened(endpoint)) as connection:
-            asked = {**body, **({"logprobs": 2} if endpoint.raw else {"logprobs": True, "top_logprobs": 2})}
-            status, content = exchange(endpoint, connection, "POST", path, asked)
-        shown = json_value(content)["choices"][0]["logprobs"] if status == 200 else None
-        if not shown:
-            return None
-        if endpoint.raw:
-            listed = [
-                (str(token), None, list(top.values()))
-                for token, top in zip(shown["tokens"], shown["top_logprobs"], strict=True)
-            ]
-        else:
-            listed = [
-                (str(one["token"]), one.get("bytes"), [top["logprob"] for top in one["top_logprobs"]])
-                for one in shown["content"]
-            ]
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        whole = all(isinstance(raw, list) for _, raw, _ in listed)
-        found = []
-        for token, raw, tops in listed:
-            first, second = sorted(map(float, tops), reverse=True)[:2]
-            found.append((decoder.decode(bytes(raw or ())) if whole else token, first - second))
-        return found or None
-    except (Silent, KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return None  # an extension that this server does not have
+
+def not_asked(chat: Chat, now_s: float, due_s: float | None, why: str) -> Reply:
+    """The reply to a request that was not sent, because those before it found no server."""
+    error = f"not asked, as those before failed: {why}"
+    return Reply(
+        Timed(chat.id, now_s if due_s is None else due_s, now_s, (), now_s, None, error), "", None, None
+    )
 
 
 @dataclass
@@ -338,7 +322,7 @@ class _State:
         self.seen: set[int] = set()
 
 
-def _openai_body(
+def openai_body(
     endpoint: Endpoint, chat: Chat, max_tokens: int, params: SamplingParams
 ) -> tuple[str, dict[str, Any]]:
     body: dict[str, Any] = {

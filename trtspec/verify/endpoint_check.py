@@ -18,9 +18,10 @@ from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_no
 from trtspec.prompts import PROMPTS_FILE, Chat
 from trtspec.ruler import OnProgress
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
-from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
-from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, margins
+from trtspec.verify.arrivals import closed_loop, giving_up, open_loop, poisson_times
+from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, lost, not_asked
 from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
+from trtspec.verify.endpoint_margins import margin_rows
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
 from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
@@ -55,6 +56,8 @@ class EndpointSettings:
     draws: DrawSettings | None = None
     parameters: bool = True
     acceptance: Acceptance | None = None
+    other_weights: bool = False
+    """Whether the baseline serves others, so that quality is asked and identity is not."""
 
 
 def verify_endpoints(
@@ -87,19 +90,25 @@ def verify_endpoints(
     rows: list[dict[str, Any]] = []
 
     def sender(side: str) -> Callable[[int, float | None], Reply]:
-        return lambda number, due: ask(
-            endpoints[side],
-            chats[number % len(chats)],
-            max_tokens=settings.max_new_tokens,
-            clock=clock,
-            due_s=due,
+        return giving_up(
+            lambda number, due: ask(
+                endpoints[side],
+                chats[number % len(chats)],
+                max_tokens=settings.max_new_tokens,
+                clock=clock,
+                due_s=due,
+            ),
+            lost,
+            lambda number, due, why: not_asked(chats[number % len(chats)], clock(), due, why),
         )
+
+    send = {side: sender(side) for side in SIDES}
 
     total = settings.rounds * len(chats) * 2
     for number in range(settings.rounds):
         for place in range(len(chats)):
             for side in SIDES if (number + place) % 2 else reversed(SIDES):
-                rows.append(reply_row(sender(side)(place, None), side, "alone", number))
+                rows.append(reply_row(send[side](place, None), side, "alone", number))
                 on_progress("one request at a time, in pairs", len(rows), total)
     load = f"{settings.concurrency} at a time"
     if settings.rate_per_s:
@@ -132,9 +141,9 @@ def verify_endpoints(
             continue
         if settings.rate_per_s:
             times = poisson_times(settings.requests, settings.rate_per_s, seed=1)
-            replies = open_loop(sender(side), times, clock, progress)
+            replies = open_loop(send[side], times, clock, progress)
         else:
-            replies = closed_loop(sender(side), settings.requests, settings.concurrency, progress)
+            replies = closed_loop(send[side], settings.requests, settings.concurrency, progress)
         timed[side] = [reply.timed for reply in replies]
         rows += [reply_row(reply, side, "load", 0) for reply in replies]
     if aiperf is None:
@@ -173,13 +182,14 @@ def verify_endpoints(
         counters={side: grown(*both) for side, both in counters.items()},
         acceptance=settings.acceptance or "strict",
         servers={side: one.server for side, one in endpoints.items()},
+        other_weights=settings.other_weights,
     )
     approximate = fidelity_of(settings.acceptance, "sampled").fidelity == "approximate"
-    if approximate and not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality):
-        reason = (
-            "approximate acceptance is judged by quality, and no gate asks for it: give --tasks and --gates"
-        )
-        sampled.append(skipped("approximate", reason, True))
+    unasked = not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality)
+    if unasked and (approximate or settings.other_weights):
+        what = "approximate acceptance is" if approximate else "other weights are"
+        reason = f"{what} judged by quality, and no gate asks for it: give --tasks and --gates"
+        sampled.append(skipped("approximate" if approximate else "gates_of_quality", reason, True))
     assumed = "" if settings.acceptance else ", which is assumed (--acceptance says otherwise)"
     return Report(
         engine=f"{url.url} against {baseline.url}",
@@ -211,6 +221,11 @@ def verify_endpoints(
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
             f"acceptance of url: {settings.acceptance or 'strict'}{assumed}",
+            *(
+                ("the baseline serves other weights, as told: quality is asked, identity is not",)
+                if settings.other_weights
+                else ()
+            ),
             *(AIPERF_NOTES if driven else ()),
         ),
         fidelity="approximate" if approximate else "strict",
@@ -250,6 +265,8 @@ def _sampled(
     repeat itself."""
     if settings.draws is None:
         return [skipped("sampled", "not asked for (--no-sampled)")]
+    if settings.other_weights:
+        return [skipped("sampled", "not claimed: other weights have a law of their own")]
     label = fidelity_of(settings.acceptance, "sampled")
     if label.fidelity == "approximate":
         return [
@@ -321,8 +338,7 @@ def _ask_margins(
         and row["request_id"] in reference
         and not same_answer(row, reference[row["request_id"]])
     }
-    found = []
+    found: list[dict[str, Any]] = []
     for chat in [chat for chat in chats if chat.id in parted][:_MOST_MARGINS]:
-        for token, nats in margins(baseline, chat, max_tokens=max_tokens) or []:
-            found.append({"request_id": chat.id, "token": token, "nats": nats})
+        found += margin_rows(baseline, chat, reference[chat.id], max_tokens=max_tokens)
     return found

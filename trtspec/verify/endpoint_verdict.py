@@ -41,9 +41,10 @@ def judge_endpoints(
 ) -> list[Check]:
     """Identity, token counter, acceptance and speedup of two endpoints. ``acceptance``: strict, typical,
     relaxed or skipped, as url's owner says; ``other_weights``: the baseline serves others (16-bit ones, say),
-    so that neither identity is claimed nor tokens a step bound the speedup. ``counters``: by how much vLLM's draft counters grew on each
-    side, None where it shows none. ``margins``: of prompts with other answers the baseline's tokens and the
-    gap between its two best, ``request_id, token, nats`` a row. ``servers``: what each side says it is."""
+    so that neither identity is claimed nor tokens a step bound the speedup. ``counters``: by how much vLLM's
+    draft counters grew on each side, None where it shows none. ``margins``: of prompts with other answers the
+    baseline's tokens and the gap between its two best, ``request_id, token, nats`` a row. ``servers``: what
+    each side says it is."""
     records = Records(
         "endpoints",
         {
@@ -102,20 +103,27 @@ def same_answer(left: Row, right: Row) -> bool:
 
 def _margin_at(row: Row, whole: Row, margins: Sequence[Row]) -> float | None:
     """The margin where ``row`` parts from the reference; None where it is not known."""
+    mine = [one for one in margins if one["request_id"] == whole["request_id"]]
+    ids = row["token_ids"], whole["token_ids"]
+    if all(one.get("at") is not None for one in mine) and None not in ids:
+        place = _parting(*ids)
+        return next((float(one["nats"]) for one in mine if one["at"] == place), None)
     left, right = row["text"], whole["text"]
-    at = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
+    at = _parting(left, right)
     passed = ""
-    for one in margins:
-        if one["request_id"] != whole["request_id"]:
-            continue
+    for one in mine:
         passed += one["token"]
         if not right.startswith(passed) and not passed.startswith(right):
             return None  # asked again, the baseline took another way
         if len(passed) > at:
             return float(one["nats"])
     return None
+
+
+def _parting(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Where two sequences part: the first place with other items, or the end of the shorter one."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
@@ -211,9 +219,13 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
             summary += f"; {len(early)} end early"
     else:
         verdict = Verdict.INCONCLUSIVE
+        why = "Without logits a near tie looks like a fault"
+        if len(known_gaps) == len(different):
+            own = f"part at up to {max(floor_gaps):.2g} nat" if floor_gaps else "did not part"
+            why = f"They part at margins of up to {max(known_gaps):.2g} nat; the baseline's own answers {own}"
         summary = (
-            f"{len(different)} of {len(known)} answers differ {what}; {floor}. Without logits a near tie "
-            f"looks like a fault; ask more prompts ({max(2 * len(known), 7)}), or verify the engine's folder"
+            f"{len(different)} of {len(known)} answers differ {what}; {floor}. {why}; "
+            f"ask more prompts ({max(2 * len(known), 7)}), or verify the engine's folder"
         )
     if unasked and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
@@ -253,9 +265,7 @@ def _told(key: str, reference: Row, other: Row, gap: float | None) -> str:
     left, right = (one["token_ids"] for one in (reference, other))
     if left is None or right is None:
         left, right = reference["text"], other["text"]
-    at = next(
-        (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
-    )
+    at = _parting(left, right)
     unit = "character" if isinstance(left, str) else "token"
     told = "" if gap is None else f", top-2 margin {gap:.2g}"
     return f"{key}: {unit} {at}: baseline {left[at : at + 12]!r}, url {right[at : at + 12]!r}{told}"

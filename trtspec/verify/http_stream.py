@@ -118,6 +118,10 @@ def events(endpoint: Place, path: str, body: Mapping[str, Any]) -> Iterator[dict
             raise Silent(_why(endpoint, error)) from None
 
 
+NO_SERVER = ("nothing answers there", "no answer for", "the server closed the connection")
+"""How the errors begin that say that nobody answered."""
+
+
 def _why(endpoint: Place, error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nothing answers there; start the server, or check the URL"

@@ -192,25 +192,42 @@ def oversaturated(records: Sequence[Timed], offered_per_s: float) -> str:
     """Why an open loop asked more than the server can do, "" if it did not.
 
     Then the queue grows as long as the run goes on, and every percentile says how long that was. Seen by
-    TTFT that rises with the time of arrival (Kendall's tau, one-sided) by more than its own median.
+    TTFT, or the number of requests in flight, that rises with the time of arrival (Kendall's tau, one-sided)
+    to at least twice what it was.
     """
-    known = [
-        (record.due_s, record.ttft_s)
-        for record in sorted(records, key=lambda record: record.due_s)
-        if record.ttft_s is not None
+    ordered = sorted(records, key=lambda record: record.due_s)
+    rose = _doubled([(record.due_s, record.ttft_s) for record in ordered if record.ttft_s is not None])
+    at = f"over-saturated: at {offered_per_s:.3g} requests/s"
+    if rose is not None:
+        early, late = rose
+        return (
+            f"{at} the queue grows, TTFT rose from {early * 1e3:.0f} to {late * 1e3:.0f} ms within the run; "
+            "lower the rate"
+        )
+    # A server that takes everyone into its batch has no queue: it is each answer that takes ever longer.
+    flying = [
+        (one.due_s, float(sum(other.due_s <= one.due_s < other.ended_s for other in records)))
+        for one in ordered
     ]
-    if len(known) < _MIN_TREND:
-        return ""
-    due, ttft = zip(*known, strict=True)
-    test = scipy("stats").kendalltau(due, ttft, alternative="greater")
-    third = len(ttft) // 3
-    early, late = float(np.median(ttft[:third])), float(np.median(ttft[-third:]))
-    if test.pvalue > _TREND_P or late < 2 * early:
+    rose = _doubled(flying)
+    if rose is None or rose[1] - rose[0] <= max(2.0, 0.1 * len(records)):
         return ""
     return (
-        f"over-saturated: at {offered_per_s:.3g} requests/s the queue grows, TTFT rose from "
-        f"{early * 1e3:.0f} to {late * 1e3:.0f} ms within the run; lower the rate"
+        f"{at} it falls behind, from {rose[0]:.0f} to {rose[1]:.0f} requests in flight within the run; "
+        "lower the rate"
     )
+
+
+def _doubled(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Median of the first and of the last third of a series (time, value) that rises (Kendall's tau) to at
+    least twice its early value; None for one that does not, or is short."""
+    if len(points) < _MIN_TREND:
+        return None
+    times, values = zip(*points, strict=True)
+    test = scipy("stats").kendalltau(times, values, alternative="greater")
+    third = len(values) // 3
+    early, late = float(np.median(values[:third])), float(np.median(values[-third:]))
+    return None if not test.pvalue <= _TREND_P or late < 2 * early else (early, late)
 
 
 def late_client(records: Sequence[Timed]) -> str:
@@ -282,9 +299,12 @@ def judge_latency(
     found = timed_from(rows)
     slo = Objectives(**objectives)
     kept = steady(found, concurrency=concurrency) or found
-    doubts = [throttled(kept), late_client(kept) if rate_per_s else ""]
-    if rate_per_s:
-        doubts.insert(0, oversaturated(kept, rate_per_s))
+    doubts = [late_client(kept)] if rate_per_s else []
+    flooded = oversaturated(kept, rate_per_s) if rate_per_s else ""
+    # Over-saturated, the load itself grows: slower tokens are no sign of the machine then.
+    doubts = [flooded or throttled(kept), *doubts]
+    if failures := [record for record in kept if record.error]:
+        doubts.append(f"{len(failures)} of {len(kept)} requests failed, the first: {failures[0].error}")
     if len(kept) == len(found) and len(found) > 1:
         doubts.append("no steady state: the run is too short to leave filling and draining out")
     warnings = tuple(doubt for doubt in doubts if doubt)
