@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from built_tiny import build_tiny, write_jsonl
 from made import made_report
+from test_phrases import left
 
 from trtspec.cli import main
 from trtspec.engine import Completion
@@ -66,6 +67,10 @@ def test_every_measured_verdict_is_computed_again(made, bundle):
         check.name: "no records" if check.verdict is Verdict.SKIPPED else "same" for check in made.checks
     }
     assert sum(one.status == "same" for one in result.findings) >= 4
+
+
+def test_what_such_a_report_says_is_all_chinese_in_chinese(made):
+    assert left(made) == []
 
 
 def test_the_records_are_tokens_and_requests(made, bundle):
