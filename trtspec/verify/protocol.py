@@ -173,8 +173,8 @@ def verify(
             by_load = check_loads(three, loads, asked_loads, recipe, stop, on_progress, other=other)
             checks += [by_load] if pair is None else against_other([by_load])
         if served is not None:
-            sides = {"recipe": engines.recipe, "no_speculation": engines.plain, "baseline": engines.baseline}
-            sides |= {} if engines.other is None else {"other": engines.other}
+            sides = {"recipe": engines.recipe, "no_speculation": engines.plain}
+            sides |= {"baseline": engines.baseline} if engines.other is None else {"other": engines.other}
             checks += check_served(sides, served, recipe, on_progress)
         checks += _suite(
             engines, pair, plan, prompts, answers, checks, tokenizer, settings, recipe, on_progress
