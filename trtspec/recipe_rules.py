@@ -628,6 +628,11 @@ def _one_load(recipe: Recipe) -> Iterator[Finding]:
             f"found {load.rate_per_s:g} beside concurrency {load.concurrency}; a load is a closed loop or "
             "has a rate; remove one of the two",
         )
+    if load.rate_per_s is not None and recipe.gates.min_speedup_under_load is not None:
+        yield (
+            ("gates", "min_speedup_under_load"),
+            "needs a closed loop: at a given rate throughput is that rate on both sides; use load.concurrency",
+        )
     if load.concurrency is not None or load.rate_per_s is not None:
         return
     if asked:

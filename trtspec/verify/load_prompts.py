@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ MORE_PROMPTS_FILE = DATA_FOLDER / "load_prompts.jsonl"
 checks draw from that file stays as it is."""
 
 _SHORTEST = 16
-"""No background text has fewer tokens: the others need not be counted."""
+"""Near enough to the length wanted: the texts left need not be counted."""
+_SENTENCE = re.compile(r"(?<=[.!?。！？])\s*")
 
 
 def chats_for_loads(file: Path | None) -> list[Chat]:
@@ -82,8 +84,9 @@ def stream_of_prompts(
             background: list[str] = []
             if wanted is not None:
                 texts.setdefault(chat.language, background_texts(chat.language))
-                background = list(texts[chat.language])
-                rng.shuffle(background)
+                chosen = list(texts[chat.language])
+                rng.shuffle(chosen)
+                background = [piece for text in chosen for piece in _SENTENCE.split(text) if piece]
             tokens = prompt_tokens(chat, tokenizer, background=background, wanted=wanted or 0, head=head)
             if 0 < len(tokens) <= room:
                 found.append(tokens)
