@@ -90,7 +90,8 @@ def _acceptance(check: Check, say: Say) -> Figure | None:
     text = say("plot.acceptance.text", first=f"{shares[0][1]:.1%}", steps=f"{total:.0f}")
     rows = tuple((str(place), f"{share:.1%}") for place, share in shares)
     columns = (say("plot.position"), say("plot.acceptance.y"))
-    return _figure(say("plot.acceptance"), frame + body, axes.height, text, columns, rows)
+    title = say("plot.acceptance") + (f" ({say('side.other')})" if check.name.startswith("vs_other.") else "")
+    return _figure(title, frame + body, axes.height, text, columns, rows)
 
 
 def _tasks(check: Check, say: Say) -> Figure | None:

@@ -20,7 +20,7 @@ from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity
-from trtspec.ruler import Answer, OnProgress, Run, max_draft
+from trtspec.ruler import Answer, OnProgress, Run, emitted_histogram, max_draft
 from trtspec.stats import Array, Interval, bootstrap
 from trtspec.text import Tokenizer
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, why_no_exact_run
@@ -250,6 +250,7 @@ def judge_acceptances(
             "acceptance_length": lengths,
             "acceptance_rate": shares,
             "acceptance_by_position": positions,
+            "steps_by_tokens_emitted": emitted_histogram(sides["other"]),
             "more_on": counts[0],
             "fewer_on": counts[1],
         },
