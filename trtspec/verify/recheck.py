@@ -180,11 +180,11 @@ def _whole(bundle: Bundle) -> list[str]:
         problems.append("report.json: pitfalls: not those that follow from its checks")
     if not report.recipe and not report.recipe_digest:
         return problems  # two endpoints: no recipe is known
-    sides = [("", report.recipe, report.recipe_digest)]
+    sides: list[tuple[str, Any, Any]] = [("", report.recipe, report.recipe_digest)]
     if report.other:
         sides.append(("other.", report.other.get("recipe", {}), report.other.get("recipe_digest")))
-    for place, value, digest in sides:
-        recipe = _recipe(value)
+    for place, stored, digest in sides:
+        recipe = _recipe(stored)
         if recipe is None or recipe_digest(recipe) != digest:
             problems.append(f"report.json: {place}recipe: its digest is not {place}recipe_digest")
     return problems
@@ -235,7 +235,7 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
                 if arguments.get("over") == "other":
                     key = "min_speedup_over_baseline"
             case "served":
-                problems += _other_load(name, arguments, gates)
+                problems += _other_load(name, arguments, gates or {})
                 continue
             case _:
                 continue
