@@ -213,6 +213,7 @@ def test_the_table_of_parameters(protocol, tmp_path):
     table = {row["parameter"]: row["url"] for row in checks["sampling_parameters"].evidence["table"]}
     assert table == dict.fromkeys(table, True) | ({} if protocol == "openai" else {"n": None})
     assert len(table) == 7
+    assert checks["sampling_parameters"].verdict is Verdict.PASS
     write_bundle(tmp_path / "b", report)
     assert recheck(tmp_path / "b").exit_code == 0
 

@@ -95,8 +95,10 @@ def check_parameters(
                 row = probe(side, name, chat, params)
                 if name == "greedy" and row is not None and (stop := stop_word(row["text"])):
                     probe(side, "stop", chat, SamplingParams(stop=(stop,)))
+        whole = [row for row in rows if (row["side"], row["probe"]) == (side, "greedy")]
+        longest = max(range(len(chats)), key=lambda at: len(whole[at]["text"]))
         for limit in _LIMITS:
-            probe(side, "max_tokens", chats[0], GREEDY, limit)
+            probe(side, "max_tokens", chats[longest], GREEDY, limit)
         if takes(endpoints[side], "n"):
             probe(side, "n", chats[0], SamplingParams(1.0, seed=21, n=2))
     return judge_endpoint_parameters(
@@ -130,8 +132,9 @@ def judge_endpoint_parameters(
     ]
     told = [row["drafted"] for row in probes if row["side"] == "url" and row["drafted"] is not None]
     all_drafted = sum(told) if told else 1 if drafted is None else int(drafted)
-    check = judge_parameters(
-        table=[asdict(row) for row in table],
+    known = {name for names in taken.values() for name in names}
+    check = judge_parameters(  # what no request to either can carry is no question
+        table=[asdict(row) for row in table if row.parameter in known],
         labelled=[asdict(one) for one in acceptance_labels(acceptance)],
         drafted=all_drafted,
         required=True,
