@@ -218,7 +218,13 @@ class _Side:
             name: self._followed([name]) for name in ("cold", "hot", "top_k", "top_p") if name in by_probe
         }
         first, again, other = (by_probe.get(name, {}) for name in _NEEDS["seed"])
-        both = [key for key in first if key in again and key in other]
+        both = [
+            key
+            for key in first
+            if key in again
+            and key in other
+            and not (first[key]["error"] or again[key]["error"] or other[key]["error"])
+        ]
         same = sum(_said(first[key]) == _said(again[key]) for key in both)
         moved = sum(_said(first[key]) != _said(other[key]) for key in both)
         self.counts: dict[str, tuple[int, int]] = {
