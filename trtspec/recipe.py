@@ -508,8 +508,8 @@ class Gates(_Mapping):
     """The same for answers that are no text (empty, one token, a loop). null: only a rise beyond chance
     fails."""
     min_speedup_by_load: Annotated[float, Field(gt=0.0, le=1e3)] | None = None
-    """The speedup at the worst of the loads of ``verify --load`` (length, task, language, batch): lower
-    end of each one's interval."""
+    """The speedup for the worst kind of load of ``verify --load``: each length, task, language and batch,
+    the lower end of each one's interval."""
     load: Load = Load()
     """The load of the gates below."""
     slo: ServiceLevel = ServiceLevel()

@@ -102,7 +102,10 @@ def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def times_faster(
-    seconds: Sequence[Sequence[float]], seconds_over: Sequence[Sequence[float]]
+    seconds: Sequence[Sequence[float]],
+    seconds_over: Sequence[Sequence[float]],
+    *,
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, Interval]:
     """How many times faster one contender does the same work than another, with its interval.
 
@@ -124,7 +127,7 @@ def times_faster(
         ratio: Array = theirs[picked].sum(axis=(1, 2)) / mine[picked].sum(axis=(1, 2))
         return ratio
 
-    return value, bootstrap(statistic, len(mine))
+    return value, bootstrap(statistic, len(mine), confidence=confidence)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -220,3 +220,44 @@ def test_the_check_of_evidence(tiny):
         prompts, mixed, vocab_size=50_000, draft_tokens=4, environment={"SIMULATE_ACC_LEN": "2"}
     )
     assert forced.verdict is Verdict.ERROR
+
+
+def made_runs(slow: dict[str, float], rounds: int = 3, spread: float = 0.05):
+    """Rows of a matrix whose drafts take ``slow`` times as long where a task or batch says so."""
+    rng, rows = random.Random(4), []
+    for task in ("chat", "copy"):
+        for batch in (1, 4):
+            for number in range(rounds):
+                for prompt in range(3 if batch == 1 else 1):
+                    for side in ("recipe", "no_speculation"):
+                        factor = slow.get(task, 1.0) * slow.get(f"batch {batch}", 1.0)
+                        seconds = rng.gauss(1.0, spread) * (0.8 * factor if side == "recipe" else 1.0)
+                        emitted = [2] * 4 if side == "recipe" else [1] * 8
+                        tokens = [number, prompt, 3, 4, 5, 6, 7, 8]
+                        answer = {"request_id": f"{prompt}", "tokens": tokens, "finish_reason": "length",
+                                  "emitted": emitted, "drafted": 4, "accepted": 4,
+                                  "drafted_by_step": [1] * len(emitted)}  # fmt: skip
+                        rows.append({"length": "short", "task": task, "language": "en", "batch": batch,
+                                     "prompt": prompt, "round": number, "contender": side, "seconds": seconds,
+                                     "counted": 8, "contradictions": [], "prompt_tokens": [9],
+                                     "answers": [answer]})  # fmt: skip
+    return rows
+
+
+def gate(rows, bound=1.0):
+    return judge_loads(
+        rows, name="recipe", over="no_speculation", missing={}, max_seq_tokens=99, longest=9, bound=bound
+    )
+
+
+def test_a_gate_on_every_kind_of_load_is_not_passed_by_the_mean():
+    good = gate(made_runs({}))
+    assert (good.verdict, good.required) == (Verdict.PASS, True)
+    bad = gate(made_runs({"batch 4": 1.4}))
+    assert bad.verdict is Verdict.FAIL
+    assert "slowest kind of load: batch 4" in bad.summary
+    # Deliberately broken: all loads together are above the gate.
+    together = judged(made_runs({"batch 4": 1.4}))
+    assert together.interval[0] > 1.0
+    assert gate(made_runs({"copy": 1.25}, spread=0.2)).verdict is Verdict.INCONCLUSIVE
+    assert rejudge(bad.records) == [bad]

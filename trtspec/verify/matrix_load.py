@@ -19,7 +19,7 @@ from trtspec.errors import InputError, Problem
 from trtspec.prompts import Chat, Prompt
 from trtspec.recipe import Gates, Recipe
 from trtspec.ruler import acceptance_length, max_draft, run, stage_of
-from trtspec.stats import times_faster
+from trtspec.stats import CONFIDENCE, times_faster
 from trtspec.text import Tokenizer
 from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.load import Contender
@@ -32,6 +32,8 @@ from trtspec.verify.settings import QUICK_LOAD, LoadSettings, Settings
 LENGTHS = ("short", "long")
 LANGUAGES = {"en": "English", "zh": "Chinese"}
 _MOST_LONG = 1024
+_FEWEST_RUNS = 6
+"""Of a kind of load that can fail a gate: the bootstrap of fewer has ends that are too near."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def check_loads(
         over = Contender("baseline", baseline, 0) if mine is plain else Contender("no_speculation", plain, 0)
     if over.engine is mine:
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
-        return skipped("speedup_by_load", reason)
+        return skipped("speedup_by_load", reason, recipe.gates.min_speedup_by_load is not None)
     contenders = Contender("recipe", mine, max_draft(recipe.speculation)), over
     progress = stage_of(on_progress, "speedup_by_load: each length, task, language and batch")
     rows = measure_loads(contenders, plan, settings, stop_tokens, progress)
@@ -198,6 +200,7 @@ def check_loads(
         missing=plan.missing,
         max_seq_tokens=recipe.limits.max_seq_tokens,
         longest=plan.longest,
+        bound=recipe.gates.min_speedup_by_load if other is None else None,
     )
 
 
@@ -209,11 +212,17 @@ def judge_loads(
     missing: Mapping[str, str],
     max_seq_tokens: int,
     longest: int,
+    bound: float | None = None,
 ) -> Check:
     """One check with the speedup of every cell, from the rows of :func:`measure_loads`.
 
     Interval of a cell: paired bootstrap over prompts and rounds; of a batch, over rounds. A cell whose
     numbers contradict themselves is refused; all of them together are the check's own number.
+
+    ``bound``: the least speedup of every kind of load: each length, task, language and batch, over all
+    cells that have it (a cell alone is timed too few times to decide). PASS: the interval of each is above
+    it, an intersection-union test; FAIL: one lies below it at 95 % for all kinds together (Bonferroni). The
+    check's own number is then that of the slowest kind.
     """
     cells: dict[tuple[str, str, str, int], list[Row]] = {}
     for row in rows:
@@ -221,6 +230,7 @@ def judge_loads(
     by_load: list[dict[str, Any]] = []
     refused, details = [], []
     blocks: dict[str, list[list[float]]] = {name: [], over: []}
+    kinds: dict[str, dict[str, list[list[float]]]] = {}
     for (length, task, language, batch), found in cells.items():
         load = " ".join(part for part in (length, task, language) if part) + f", batch {batch}"
         one = _cell(found, name, over)
@@ -230,7 +240,10 @@ def judge_loads(
             continue
         for side in blocks:
             # Every run is a block of its own, paired with the other side's: cells have different numbers.
-            blocks[side] += [[value] for block in one["seconds"][side] for value in block]
+            of_cell = [[value] for block in one["seconds"][side] for value in block]
+            blocks[side] += of_cell
+            for kind in filter(None, (length, task, language, f"batch {batch}")):
+                kinds.setdefault(kind, {name: [], over: []})[side] += of_cell
         low, high = one["interval"]
         by_load.append(
             {
@@ -258,6 +271,7 @@ def judge_loads(
             "missing": dict(missing),
             "max_seq_tokens": max_seq_tokens,
             "longest": longest,
+            "bound": bound,
         },
         {"runs": list(rows)},
     )
@@ -272,7 +286,14 @@ def judge_loads(
     if not by_load:
         text = f"every load is refused as evidence: {refused[0]}" if refused else "nothing was measured"
         return Check(
-            "speedup_by_load", Verdict.ERROR, text, False, how=how, details=tuple(details), records=records
+            "speedup_by_load",
+            Verdict.ERROR,
+            text,
+            bound is not None,
+            bound=bound,
+            how=how,
+            details=tuple(details),
+            records=records,
         )
     ratio, interval = times_faster(blocks[name], blocks[over])
     worst, best = (pick(by_load, key=lambda one: one["speedup"]) for pick in (min, max))
@@ -286,8 +307,25 @@ def judge_loads(
         warnings.append(f"slower than {over} in {len(losing)} loads: {'; '.join(losing[:8])}")
     if refused:
         warnings.append(f"{len(refused)} loads refused as evidence: {refused[0]}")
+    by_kind = [
+        {"load": kind, "speedup": value, "low": ends[0], "high": ends[1]}
+        for kind, sides in kinds.items()
+        for value, ends in [times_faster(sides[name], sides[over])]
+    ]
+    told = "; ".join(f"{one['load']} {one['speedup']:.2f}" for one in by_kind)
+    details.append(f"by kind of load: {told}")
+    verdict = Verdict.MEASURED
+    if bound is not None:
+        slowest = min(by_kind, key=lambda one: one["low"])
+        ratio, interval = slowest["speedup"], (slowest["low"], slowest["high"])
+        verdict = _every_kind(kinds, by_kind, name, over, bound)
+        summary += (
+            f"; slowest kind of load: {slowest['load']}, {ratio:.3f} ({interval[0]:.3f} to {interval[1]:.3f})"
+            f"; gate: at least {bound:g} for every kind"
+        )
     evidence: dict[str, Any] = {
         "by_load": by_load,
+        "by_kind": by_kind,
         "loads": [one["load"] for one in by_load],
         "refused": refused,
         "missing": dict(missing),
@@ -296,11 +334,13 @@ def judge_loads(
     }
     return Check(
         "speedup_by_load",
-        Verdict.MEASURED,
+        verdict,
         summary,
-        required=False,
+        required=bound is not None,
         measured=ratio,
         interval=interval,
+        bound=bound,
+        sense="at least",
         n=len(by_load),
         n_unit="loads",
         how=how,
@@ -309,6 +349,25 @@ def judge_loads(
         details=tuple(details),
         records=records,
     )
+
+
+def _every_kind(
+    kinds: Mapping[str, Mapping[str, list[list[float]]]],
+    by_kind: Sequence[Mapping[str, Any]],
+    name: str,
+    over: str,
+    bound: float,
+) -> Verdict:
+    """Whether every kind of load is at least ``bound`` times as fast."""
+    if all(len(kinds[one["load"]][name]) > 1 and one["low"] >= bound for one in by_kind):
+        return Verdict.PASS
+    confidence = 1 - (1 - CONFIDENCE) / len(kinds)
+    highs = [
+        times_faster(sides[name], sides[over], confidence=confidence)[1][1]
+        for sides in kinds.values()
+        if len(sides[name]) >= _FEWEST_RUNS
+    ]
+    return Verdict.FAIL if any(high < bound for high in highs) else Verdict.INCONCLUSIVE
 
 
 def _cell(rows: Sequence[Row], name: str, over: str) -> dict[str, Any]:
