@@ -80,7 +80,7 @@ def _told(fake: Fake, prompt: str, tokens: list[int]) -> list[int]:
     if _share("stuck", prompt) < fake.stuck:
         return tokens[:1] * len(tokens)
     wrong = _share("wrong", prompt) < fake.wrong
-    if found := re.search(r"say (\w+)", prompt):
+    if found := re.search(rf"say ({'|'.join(WORDS)})\b", prompt):
         return [(WORDS.index(found[1]) + wrong) % len(WORDS), *tokens[1:]]
     if found := re.search(r"secret number of the (\w+).*secret number of the \1", prompt, re.DOTALL):
         hidden = re.search(rf"secret number of the {found[1]} is (\d+)\.", prompt)

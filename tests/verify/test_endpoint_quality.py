@@ -94,6 +94,23 @@ def test_too_few_items_decide_nothing_and_say_how_many_would(tmp_path):
     assert check.evidence["items_to_pass_an_equal_model"] > 12
 
 
+def test_other_weights_claim_no_identity_and_need_a_gate_of_quality(tmp_path):
+    tasks = write_tasks(tmp_path)
+    other = EndpointSettings(**{**vars(SMALL), "other_weights": True})
+    fakes = Fake(step_s=0.0, lossy=True, scores=True), Fake(step_s=0.0, scores=True)
+    verdicts = []
+    for gates, settings in ((GATES, other), (Gates(max_perplexity_ratio=None), other), (GATES, SMALL)):
+        plan = plan_quality(Settings(tasks=(tasks,)), gates, None)
+        with serving(*fakes) as urls:
+            report = verify_endpoints(*map(connect, urls), CHATS, settings, quality=plan)
+        verdicts.append(report.exit_code)
+        first = report.checks[0]
+        assert (first.name, first.verdict) == (
+            ("greedy", Verdict.MEASURED) if settings is other else ("lossless", Verdict.FAIL)
+        )
+    assert verdicts == [0, 4, 1]
+
+
 @pytest.mark.parametrize("mine", ["openai", "llmapi"])
 def test_what_a_server_does_not_tell_is_skipped_with_reason_and_count(mine, tmp_path):
     tasks = write_tasks(tmp_path)

@@ -28,7 +28,7 @@ _OF_LATENCY = ("requests", "concurrency", "rate", "slo_ttft_ms", "slo_tpot_ms", 
 """Of a load: with endpoints, or with an engine's --latency."""
 _NEED_URL = (
     "baseline_url", "model", "baseline_model", "protocol", "draft_tokens", "min_goodput", "min_speedup",
-    "timeout", "api_key_env", "driver", "aiperf", "acceptance",
+    "timeout", "api_key_env", "driver", "aiperf", "acceptance", "other_weights",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ class SpeedOptions:
     driver: Literal["own", "aiperf"] | None
     aiperf: Path | None
     acceptance: Acceptance | None
+    other_weights: bool | None
     latency: bool
     load: bool
     load_tokens: int | None
@@ -190,6 +191,7 @@ class SpeedOptions:
             "prompts": None if prompts is None else str(prompts),
             "draws": draws,
             "acceptance": self.acceptance,
+            "other_weights": self.other_weights,
         }
         quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
         settings = dataclasses.replace(
@@ -281,6 +283,12 @@ _OPTIONS = (
         "--acceptance",
         type=click.Choice(("strict", "typical", "relaxed", "skipped")),
         help="With --url: how it keeps drafts; what is not strict is never lossless.  [default: strict]",
+    ),
+    click.option(
+        "--other-weights",
+        is_flag=True,
+        default=None,
+        help="The baseline serves other weights (16-bit ones): quality is asked, identity is not.",
     ),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
     click.option(

@@ -136,6 +136,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "check.regression": ("{name} against the stored report", "{name} 相对存下的报告"),
     "check.task": ("Task {name} against the 16-bit baseline", "任务 {name} 相对 16 位基线"),
+    "check.gates_of_quality": ("Other weights are judged by gates of quality", "权重不同时由质量门槛判定"),
     "check.sampled": ("Sampled answers follow the target's law", "采样输出服从目标模型的分布"),
     "check.sampling_parameters": (
         "Sampling parameters are obeyed while drafting",
