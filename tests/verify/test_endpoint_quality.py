@@ -106,9 +106,9 @@ def test_other_weights_claim_no_identity_and_need_a_gate_of_quality(tmp_path):
         verdicts.append(report.exit_code)
         first = report.checks[0]
         assert (first.name, first.verdict) == (
-            ("greedy", Verdict.MEASURED) if settings is other else ("lossless", Verdict.FAIL)
+            ("greedy", Verdict.MEASURED) if settings is other else ("lossless", Verdict.INCONCLUSIVE)
         )
-    assert verdicts == [0, 4, 1]
+    assert verdicts == [0, 4, 4]  # four prompts cannot tell a fault from noise
 
 
 @pytest.mark.parametrize("mine", ["openai", "llmapi"])
