@@ -255,6 +255,20 @@ def test_errors_over_grpc_keep_their_meaning(server: Server) -> None:
         generate(f"127.0.0.1:{port}", MODEL, Generate("a"))
 
 
+def test_many_streams_refused_at_once_leave_the_server_up(server: Server) -> None:
+    """With the header that brings status codes it died within thousands of them on busy cores."""
+
+    def refused(number: int) -> bool:
+        asked = (MODEL, Generate("a", max_tokens=9000)) if number % 2 else ("other", Generate("a"))
+        with pytest.raises(InputError, match=r"is too large|unknown model"):
+            generate(server.grpc, *asked)
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(refused, range(600)))
+    assert generate(server.grpc, MODEL, Generate("Hello", max_tokens=2)).text
+
+
 def test_a_full_queue_refuses_and_recovers(server: Server) -> None:
     """16 in the batch and 4 waiting are taken; more are refused at once, and only those."""
     request = Generate("Hello", max_tokens=LONG, temperature=1.5, seed=1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trtspec.errors import InputError, MissingError, Problem, TrtspecError
-from trtspec.serve.protocol import INPUTS, Generate, tensors
+from trtspec.serve.protocol import INPUTS, NOT_THE_REQUEST, Generate, tensors
 from trtspec.triton_config import ACCEPTANCE, ENGINE_NAME, RECIPE_DIGEST
 
 IDLE_TIMEOUT_S = 120.0
@@ -29,6 +29,8 @@ _STATISTICS = {
     "first_token_time_ns": int,
     "last_token_time_ns": int,
 }
+_OF_TRITON = ("Server is stopping", "is not healthy", "exceeds maximum queue size", "Request timeout expired")
+"""Words of Triton's own errors that are not the request's fault."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,9 @@ def stream(
     client = triton.InferenceServerClient(url)
     ended = False
     try:
-        client.start_stream(
-            callback=lambda result, error: answers.put((result, error)),
-            headers={"triton_grpc_error": "true"},
-        )
+        # Not with the header triton_grpc_error, which would give errors their status codes: the server may
+        # then end the stream twice when it refuses a request, on which gRPC aborts it, with all its requests.
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
         try:
             client.async_stream_infer(
                 model_name, inputs, request_id=request_id, enable_empty_final_response=True
@@ -214,7 +215,8 @@ def _text(result: Any, name: str) -> str | None:
 
 
 def _error(url: str, error: Any) -> TrtspecError:
-    """A server's error as ours. Its status code says whose fault it is; an old server sends none."""
+    """A server's error as ours. Its status code says whose fault it is; in a stream there is none, and the
+    request is at fault unless the message is one of those that say otherwise."""
     status = (error.status() or "").removeprefix("StatusCode.")
     message = error.message() or str(error)
     if status == "UNAVAILABLE" and "connect" in message:
@@ -230,7 +232,8 @@ def _error(url: str, error: Any) -> TrtspecError:
         return MissingError(f"{url}: no answer in time; gave up")
     if "no available versions" in message:
         return MissingError(f"{url}: the server is stopping, or its model is not loaded")
-    if status in ("", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
+    is_request = status == "" and not any(words in message for words in (*NOT_THE_REQUEST, *_OF_TRITON))
+    if is_request or status in ("INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"):
         return InputError(Problem(message, file=url))
     return MissingError(f"{url}: {message}")
 

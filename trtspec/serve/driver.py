@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from trtspec.engine import Engine, EngineStats, Output, Request, add
 from trtspec.errors import InputError, Problem
-from trtspec.serve.protocol import Generate
+from trtspec.serve.protocol import CANCELLED, ENGINE_FAILED, QUEUE_FULL, Generate
 from trtspec.text import Detokenizer, StopStrings, Tokenizer
 
 CANCEL_POLL_S = 0.005
@@ -160,9 +160,7 @@ class Driver:
             if self._broken is not None:
                 refusal = ("internal", self._broken)
             elif self._num_open >= self._max_open:
-                full = (
-                    f"the queue is full ({self._max_open} requests are running or waiting); try again later"
-                )
+                full = f"{QUEUE_FULL} ({self._max_open} requests are running or waiting); try again later"
                 refusal = ("busy", full)
             else:
                 self._num_open += 1
@@ -232,7 +230,7 @@ class Driver:
             self._loop()
         except Exception as error:  # any failure of the engine, whatever it is
             traceback.print_exc()
-            message = f"the engine failed ({type(error).__name__}); the server's log has the details"
+            message = f"{ENGINE_FAILED} ({type(error).__name__}); the server's log has the details"
             self._break_down(message)
             self._on_failure(message)
         finally:
@@ -272,7 +270,7 @@ class Driver:
                 continue
             if job.caller.is_cancelled():
                 self._close_job(job)
-                job.caller.fail("cancelled", "cancelled by the client")
+                job.caller.fail("cancelled", CANCELLED)
                 continue
             try:
                 self._engine.add(job.request)
@@ -300,7 +298,7 @@ class Driver:
             return
         self._engine.cancel(job.request.id)
         self._close_job(job)
-        job.caller.fail("cancelled", "cancelled by the client")
+        job.caller.fail("cancelled", CANCELLED)
 
     def _close_job(self, job: _Job) -> None:
         if not job.closed:

@@ -27,6 +27,12 @@ from typing import Any, Literal
 from trtspec.engine import Sampling
 from trtspec.errors import InputError, Problem
 
+QUEUE_FULL = "the queue is full"
+CANCELLED = "cancelled by the client"
+ENGINE_FAILED = "the engine failed"
+NOT_THE_REQUEST = (QUEUE_FULL, CANCELLED, ENGINE_FAILED)
+"""Words of the errors that are not the request's fault: a stream over gRPC carries no other sign of it."""
+
 DataType = Literal["STRING", "BOOL", "INT32", "INT64", "UINT64", "FP32"]
 
 
