@@ -234,6 +234,10 @@ def test_what_both_ignore_is_no_matter_of_drafts_and_what_is_refused_is_not_igno
     assert checks["sampling_parameters"].verdict is Verdict.MEASURED
     assert "the baseline ignores it too" in "".join(checks["sampling_parameters"].details)
     assert "not told: seed, n" in checks["sampling_parameters"].summary
+    _, checks = judged(Fake(refuse=("seed",)), Fake(), settings)
+    assert "not told: seed" in checks["sampling_parameters"].summary, (
+        "what is refused is left out of the rest"
+    )
     tied = Fake(sampler="tied")
     _, checks = judged(tied, tied, settings)
     table = {row["parameter"]: row["url"] for row in checks["sampling_parameters"].evidence["table"]}

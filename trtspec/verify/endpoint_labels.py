@@ -39,11 +39,11 @@ _COMPARED = 8
 _LIMITS = (1, 3, 7)
 _PROBES: dict[str, SamplingParams] = {
     "greedy": GREEDY,
+    "seed": SamplingParams(1.0, seed=11),
     "cold": SamplingParams(_COLD, seed=1),
     "hot": SamplingParams(_HOT, seed=1),
     "top_k": SamplingParams(_HOT, top_k=1, seed=1),
     "top_p": SamplingParams(_HOT, top_p=1e-6, seed=1),
-    "seed": SamplingParams(1.0, seed=11),
     "seed again": SamplingParams(1.0, seed=11),
     "other seed": SamplingParams(1.0, seed=12),
 }
@@ -90,9 +90,12 @@ def check_parameters(
         return row
 
     for side in endpoints:
+        seeded = True
         for name, params in _PROBES.items():
             for chat in chats:
-                row = probe(side, name, chat, params)
+                row = probe(side, name, chat, params if seeded else replace(params, seed=None))
+                if name == "seed" and row is not None and row["error"].startswith(("HTTP 400", "HTTP 422")):
+                    seeded = False  # asked once, and left out of all else
                 if name == "greedy" and row is not None and (stop := stop_word(row["text"])):
                     probe(side, "stop", chat, SamplingParams(stop=(stop,)))
         whole = [row for row in rows if (row["side"], row["probe"]) == (side, "greedy")]
@@ -122,10 +125,11 @@ def judge_endpoint_parameters(
     greedy = {
         row["request_id"]: row for row in probes if (row["side"], row["probe"]) == ("baseline", "greedy")
     }
-    sides = {side: _Side([row for row in probes if row["side"] == side], greedy) for side in taken}
-    tables = {
-        side: [one.obeyed(name, name in taken[side]) for name in PARAMETERS] for side, one in sides.items()
+    sides = {
+        side: _Side([row for row in probes if row["side"] == side], greedy, names)
+        for side, names in taken.items()
     }
+    tables = {side: [one.obeyed(name) for name in PARAMETERS] for side, one in sides.items()}
     table = [
         _beside(mine, theirs, sides["url"], sides["baseline"])
         for mine, theirs in zip(tables["url"], tables["baseline"], strict=True)
@@ -189,7 +193,7 @@ def _beside(mine: Obeyed, theirs: Obeyed, left: _Side, right: _Side) -> Obeyed:
 # --------------------------------------------------------------------------- one side
 
 _NEEDS = {
-    "temperature": ("cold", "hot", "seed", "seed again", "other seed"),
+    "temperature": ("cold", "hot"),
     "top_p": ("top_p", "hot"),
     "top_k": ("top_k", "hot"),
     "seed": ("seed", "seed again", "other seed"),
@@ -208,8 +212,8 @@ class _Side:
     tokens that follow the greedy answer, by probe (``one``: at temperature 1); answers that repeat with
     their seed, and that move with another."""
 
-    def __init__(self, rows: Sequence[Row], greedy: Mapping[str, Row]) -> None:
-        self.rows, self._greedy = rows, greedy
+    def __init__(self, rows: Sequence[Row], greedy: Mapping[str, Row], taken: Sequence[str]) -> None:
+        self.rows, self._greedy, self._taken = rows, greedy, taken
         by_probe: dict[str, dict[str, Row]] = {}
         for row in rows:
             by_probe.setdefault(row["probe"], {})[row["request_id"]] = row
@@ -254,18 +258,26 @@ class _Side:
                 parted += mine != theirs
         return followed, parted
 
-    def obeyed(self, name: str, taken: bool) -> Obeyed:
-        """What this side's answers say of ``name`` alone."""
-        asked = [row for probe in _NEEDS[name] for row in self._probes.get(probe, {}).values()]
+    def _asked(self, name: str) -> list[Row]:
         if name == "max_tokens":
-            asked = [row for row in self.rows if row["probe"] == name]
-        elif name in ("temperature", "top_p", "top_k"):
+            return [row for row in self.rows if row["probe"] == name]
+        return [row for probe in _NEEDS[name] for row in self._probes.get(probe, {}).values()]
+
+    def unasked(self, name: str) -> str:
+        """Why the answers tell nothing of ``name``; "" where they may."""
+        if name not in self._taken:
+            return "requests cannot carry it"
+        asked = self._asked(name)
+        if name in ("temperature", "top_p", "top_k"):
             asked += self._greedy.values()
         wrong = next((row["error"] for row in asked if row["error"]), "")
-        if not taken:
-            return Obeyed(name, None, "requests cannot carry it")
-        if wrong:
-            return Obeyed(name, None, f"refused or failed: {wrong}")
+        return f"refused or failed: {wrong}" if wrong else ""
+
+    def obeyed(self, name: str) -> Obeyed:
+        """What this side's answers say of ``name`` alone."""
+        if why := self.unasked(name):
+            return Obeyed(name, None, why)
+        asked = self._asked(name)
         counts = self.counts
         match name:
             case "temperature":
@@ -296,6 +308,8 @@ class _Side:
 
     def ignores(self, name: str, baseline: _Side) -> bool:
         """Whether the counts differ from those of a baseline that honours ``name``, as ignoring it does."""
+        if self.unasked(name):
+            return False
         level = PARAMETERS_ALPHA / _COMPARED
         lower = (_more(baseline.counts[key], self.counts[key], level) for key in _LOWER.get(name, ()))
         higher = (_more(self.counts[key], baseline.counts[key], level) for key in _HIGHER.get(name, ()))
