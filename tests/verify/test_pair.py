@@ -90,6 +90,12 @@ def test_two_ways_of_drafting(tmp_path, built, data, capsys):
     assert checks["other.speedup"]["verdict"] == "MEASURED"
     assert "speedup_over_baseline" not in checks
     assert main(["report", "--recheck", str(tmp_path / "b")]) == 0
+    told = json.loads((tmp_path / "b" / "report.json").read_text())
+    told["other"]["question"] = "quality"
+    (tmp_path / "b" / "report.json").write_text(json.dumps(told))
+    capsys.readouterr()
+    assert main(["report", "--recheck", str(tmp_path / "b")]) == 1
+    assert "other.question: not what the two targets make it" in capsys.readouterr().out
     report = read_report(tmp_path / "r.json")
     for lang in ("en", "zh"):
         for text in (

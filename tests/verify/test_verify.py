@@ -65,8 +65,7 @@ def test_a_good_engine_passes_and_the_report_says_how(tmp_path, data, capsys):
     assert "| lossless | PASS | yes |" in page.read_text()
 
 
-@pytest.mark.parametrize("nats", [0.4, 1.0])
-@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+@pytest.mark.parametrize(("nats", "quick"), [(0.4, True), (1.0, False)], ids=["0.4 quick", "1.0 full"])
 def test_an_acceptance_that_keeps_near_misses_exits_1(tmp_path, data, monkeypatch, capsys, nats, quick):
     """It accepts more and is faster; in 16 bit it hides in the noise."""
     built = build_tiny(tmp_path / "careless", dtype="bfloat16")
@@ -92,7 +91,7 @@ def test_help_shows_the_defaults_that_hold(capsys):
     main(["verify", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     full, quick = Settings(), QUICK
-    shown = re.findall(r"--([a-z-]+) [A-Z ]+[^\[]*\[default: (\d+); quick: (\d+)\]", text)
+    shown = re.findall(r"--([a-z-]+) [A-Z ]+[^\[]*\[default: (\d+); quick: (\d+)[;\]]", text)
     assert len(shown) == 7
     for option, default, quick_default in shown:
         name = option.replace("-", "_")

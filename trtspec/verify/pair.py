@@ -21,6 +21,7 @@ from trtspec.errors import InputError, Problem
 from trtspec.recipe import Gates, NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity, is_for_gpu
 from trtspec.user_files import shown_path
+from trtspec.verify.report import Report
 from trtspec.verify.settings import Settings
 
 Question = Literal["speculation", "quality"]
@@ -41,6 +42,8 @@ class Pair:
     question: Question
     differs: str
     """What the targets differ in, or that they do not."""
+    engine_digest: str
+    """:func:`target_digest` of ENGINE."""
 
     @property
     def drafts(self) -> bool:
@@ -59,6 +62,7 @@ class Pair:
             "fidelity": fidelity(other.recipe),
             "question": self.question,
             "target_digest": target_digest(other),
+            "engine_target_digest": self.engine_digest,
         }
 
     def notes(self) -> list[str]:
@@ -112,7 +116,7 @@ def pair_of(built: Artifact, other: Artifact, settings: Settings) -> Pair:
         raise refused("has another tokenizer.json than ENGINE, so their tokens cannot be compared")
     differs = _difference(built, other)
     if differs:
-        return Pair(other, _as_run(built, other), "quality", differs)
+        return Pair(other, _as_run(built, other), "quality", differs, target_digest(built))
     both = [one.recipe.speculation for one in (built, other)]
     if all(isinstance(one, NoSpeculation) for one in both):
         raise refused(
@@ -129,13 +133,22 @@ def pair_of(built: Artifact, other: Artifact, settings: Settings) -> Pair:
             f"holds the same quantized target as ENGINE, so {', '.join(given)} would compare it with itself; "
             "leave that out, or name an engine of another quantization"
         )
-    digest = target_digest(built)[:12]
+    digest = target_digest(built)
     return Pair(
         other,
         _as_run(built, other),
         "speculation",
-        f"both hold the same target (digest {digest}) in {built.recipe.backend.dtype}",
+        f"both hold the same target (digest {digest[:12]}) in {built.recipe.backend.dtype}",
+        digest,
     )
+
+
+def question_of(report: Report) -> Question:
+    """The question that what a report says of its two engines makes theirs."""
+    other = report.other
+    dtypes = {recipe.get("backend", {}).get("dtype") for recipe in (report.recipe, other.get("recipe", {}))}
+    same = other.get("engine_target_digest") == other.get("target_digest") and len(dtypes) == 1
+    return "speculation" if same else "quality"
 
 
 def target_digest(built: Artifact) -> str:

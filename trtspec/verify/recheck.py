@@ -38,6 +38,7 @@ from trtspec.verify import (
 from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
+from trtspec.verify.pair import question_of
 from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.report import VERDICT_WORDS, check_fields, pitfall_fields, pitfalls, plain
 
@@ -180,6 +181,8 @@ def _whole(bundle: Bundle) -> list[str]:
         problems.append("report.json: pitfalls: not those that follow from its checks")
     if not report.recipe and not report.recipe_digest:
         return problems  # two endpoints: no recipe is known
+    if report.other and report.other.get("question") != question_of(report):
+        problems.append("report.json: other.question: not what the two targets make it")
     sides: list[tuple[str, Any, Any]] = [("", report.recipe, report.recipe_digest)]
     if report.other:
         sides.append(("other.", report.other.get("recipe", {}), report.other.get("recipe_digest")))
