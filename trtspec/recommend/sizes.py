@@ -10,11 +10,13 @@ from trtspec.errors import InputError
 from trtspec.recipe import (
     Gates,
     Limits,
+    Load,
     Model,
     Parallel,
     PytorchBackend,
     Quantization,
     Recipe,
+    ServiceLevel,
     Serving,
     TensorrtBackend,
     W8A8SqQuantization,
@@ -39,6 +41,8 @@ PERPLEXITY_RATIO = {
     "nvfp4": 1.10,
 }
 """Bounds for the quality gate by weights format: several times what published models of 7B and more lose."""
+GOODPUT = 0.9
+"""Share of requests that must meet the scenario's objectives."""
 SMALL_MODEL = 1e9
 SMALL_MODEL_FACTOR = 5.0
 """Below that many weights the same format loses several times more (a 135M model: 1.34 with 4 bits)."""
@@ -64,7 +68,7 @@ def build_recipe(
         limits=limits,
         parallel=Parallel(tp=chosen.tp, pp=1),
         serving=Serving(default_max_tokens=case.scenario.output_tokens),
-        gates=_gates(case, chosen, drafting, baseline_fits),
+        gates=_gates(case, chosen, drafting, baseline_fits, limits),
     )
     checked = lint_content(dump_recipe(recipe), "recommended recipe")
     if checked.errors or checked.warnings:
@@ -166,7 +170,7 @@ def _limits(case: Case, chosen: Format, drafting: Drafting, path: Path) -> Limit
     return limits
 
 
-def _gates(case: Case, chosen: Format, drafting: Drafting, baseline_fits: bool) -> Gates:
+def _gates(case: Case, chosen: Format, drafting: Drafting, baseline_fits: bool, limits: Limits) -> Gates:
     quantization, speculation = chosen.quantization, drafting.speculation
     quantized = quantization.kind != "none" or quantization.kv_cache != "none"
     ratio = PERPLEXITY_RATIO[quantization.kind]
@@ -178,4 +182,20 @@ def _gates(case: Case, chosen: Format, drafting: Drafting, baseline_fits: bool) 
         max_perplexity_ratio=round(ratio, 3) if quantized else 1.01,
         min_speedup=1.0 if speculates and case.gpu is not None else None,
         min_speedup_over_baseline=1.0 if quantized and baseline_fits else None,
+        **_service_level(case, limits),
     )
+
+
+def _service_level(case: Case, limits: Limits) -> dict[str, Any]:
+    """The scenario's objectives, at its load, as gates. Not on a machine without a GPU, whose times are not
+    what the scenario is about, and where so many long requests take hours."""
+    scenario = case.scenario
+    slo = ServiceLevel(ttft_ms=scenario.slo.ttft_ms, tpot_ms=scenario.slo.tpot_ms)
+    if case.gpu is None or slo == ServiceLevel():
+        return {}
+    load = Load(
+        concurrency=min(scenario.concurrency, limits.max_batch_size),
+        input_tokens=scenario.input_tokens,
+        output_tokens=max(2, scenario.output_tokens),
+    )
+    return {"load": load, "slo": slo, "min_goodput": GOODPUT}

@@ -154,7 +154,10 @@ def _not_comparable(before: Check, now: Check, new: Report, old: Report) -> str 
         return f"not compared: other {'texts' if texts else 'prompts'}"
     if not texts and old.settings.get("max_new_tokens") != new.settings.get("max_new_tokens"):
         return "not compared: answers of another length"
-    if "speed" in now.name or "latency" in now.name:
+    if any(word in now.name for word in ("speed", "latency", "goodput", "throughput", "p99_t")):
+        loads = [check.evidence.get("loads") for check in (before, now)]
+        if loads[0] != loads[1] and None not in loads:
+            return "not compared: another load"
         different = [key for key in _MACHINE if old.machine.get(key) != new.machine.get(key)]
         if different:
             return f"not compared: another machine ({', '.join(different)})"
