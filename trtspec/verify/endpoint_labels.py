@@ -3,7 +3,7 @@
 The *label* is said (``--acceptance``): a client sees answers, not how drafts are accepted. The *truth table*
 is measured, on both endpoints alike: which sampling parameters change answers as they should. In 16 bit the
 two best tokens tie every so often, and near temperature 0 either may come: so tokens are counted that go on
-as the baseline's greedy answer does, and those that part from it, and counts are compared by Fisher's exact
+as the side's own greedy answer does, and those that part from it, and counts are compared by Fisher's exact
 test. A parameter is honoured where it makes a difference on its own side. It is ignored where it makes
 none, the baseline honours it, and the counts of the two differ; all else is not told.
 
@@ -122,12 +122,8 @@ def judge_endpoint_parameters(
 ) -> Check:
     """The truth table over the rows of ``probes`` (side, probe, request_id, asked, and what was answered).
     ``taken``: the parameters that requests to each side can carry."""
-    greedy = {
-        row["request_id"]: row for row in probes if (row["side"], row["probe"]) == ("baseline", "greedy")
-    }
     sides = {
-        side: _Side([row for row in probes if row["side"] == side], greedy, names)
-        for side, names in taken.items()
+        side: _Side([row for row in probes if row["side"] == side], names) for side, names in taken.items()
     }
     tables = {side: [one.obeyed(name) for name in PARAMETERS] for side, one in sides.items()}
     table = [
@@ -212,12 +208,12 @@ class _Side:
     tokens that follow the greedy answer, by probe (``one``: at temperature 1); answers that repeat with
     their seed, and that move with another."""
 
-    def __init__(self, rows: Sequence[Row], greedy: Mapping[str, Row], taken: Sequence[str]) -> None:
-        self.rows, self._greedy, self._taken = rows, greedy, taken
+    def __init__(self, rows: Sequence[Row], taken: Sequence[str]) -> None:
+        self.rows, self._taken = rows, taken
         by_probe: dict[str, dict[str, Row]] = {}
         for row in rows:
             by_probe.setdefault(row["probe"], {})[row["request_id"]] = row
-        self._probes = by_probe
+        self._probes, self._greedy = by_probe, by_probe.get("greedy", {})
         followed = {
             name: self._followed([name]) for name in ("cold", "hot", "top_k", "top_p") if name in by_probe
         }
