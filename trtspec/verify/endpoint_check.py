@@ -152,11 +152,11 @@ def verify_endpoints(
     asked_quality: list[Check] = []
     if quality is not None:
 
-        def stage(name: str) -> Callable[[int, int], None]:
+        def staged(name: str) -> Callable[[int, int], None]:
             return lambda done, total: on_progress(name, done, total)
 
         asked_quality = check_endpoint_quality(
-            quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
+            quality, endpoints, rows, concurrency=settings.concurrency, stage=staged
         )
     honoured = [_parameters(endpoints, chats, settings, on_progress)] if settings.parameters else []
     sampled = _sampled(endpoints, chats, settings, on_progress)

@@ -214,9 +214,8 @@ class _Side:
         for row in rows:
             by_probe.setdefault(row["probe"], {})[row["request_id"]] = row
         self._probes, self._greedy = by_probe, by_probe.get("greedy", {})
-        followed = {
-            name: self._followed([name]) for name in ("cold", "hot", "top_k", "top_p") if name in by_probe
-        }
+        asked: tuple[str, ...] = ("cold", "hot", "top_k", "top_p")
+        followed = {name: self._followed([name]) for name in asked if name in by_probe}
         first, again, other = (by_probe.get(name, {}) for name in _NEEDS["seed"])
         both = [
             key
