@@ -126,7 +126,7 @@ def test_margins_of_vllm_in_three_forms():
     with replayed(v1_completions="prompt_logprobs") as url:
         scored = scored_margins(connect(url), ids[:1], ids[1:])
         assert scored_margins(connect(url), ids[:1], ids[1:-1]) is None  # of another text
-    assert scored[0] == pytest.approx(1.5)  # "-" leads "," by that; the given token is 688th
+    assert scored[0] == (" two", pytest.approx(1.5))  # "-" leads "," by that; the given token is 688th
 
 
 def test_an_engine_that_dies_and_refusals_are_errors_in_its_own_words():

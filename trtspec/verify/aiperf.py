@@ -5,8 +5,8 @@ process: ``aiperf profile`` with our prompts as request bodies sent verbatim (``
 own token counts, and no network beyond the endpoint. Its per-request records (``profile_export.jsonl``)
 become :class:`~trtspec.verify.latency.Timed`, so its runs are judged, also from a bundle, like our client's.
 
-Options and record format are those documented for version 0.13.0, with which it was run against servers of
-this repository's tests.
+Options and record format are those documented for version 0.13.0, with which it was run against vLLM 0.32
+and servers of this repository's tests.
 """
 
 from __future__ import annotations
@@ -193,7 +193,9 @@ def _environment(folder: Path) -> dict[str, str]:
     for name, content in _TOKENIZER_FILES.items():
         (place / name).write_text(json.dumps(content))
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")}
-    return {**os.environ, **offline, "PYTHONUNBUFFERED": "1"}
+    # It would leave a copy of the prompts of every run in the home and in the folder for temporary files.
+    kept = ("AIPERF_DATASET_MMAP_BASE_PATH", "AIPERF_DATASET_MMAP_CACHE_DIR")
+    return {**os.environ, **offline, **dict.fromkeys(kept, str(folder / "mmap")), "PYTHONUNBUFFERED": "1"}
 
 
 def read_run(artifacts: Path, requests: int, *, open_loop: bool = False) -> tuple[tuple[Timed, ...], str]:

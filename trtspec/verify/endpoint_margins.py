@@ -25,16 +25,18 @@ def margin_rows(endpoint: Endpoint, chat: Chat, answer: Row, *, max_tokens: int)
     scored = scored_margins(endpoint, prompt, ids) if prompt and ids else None
     if scored is not None:
         return [
-            {"request_id": chat.id, "token": "", "nats": nats, "at": place}
-            for place, nats in enumerate(scored)
+            {"request_id": chat.id, "token": token, "nats": nats, "at": place}
+            for place, (token, nats) in enumerate(scored)
         ]
     again = margins(endpoint, chat, max_tokens=max_tokens) or []
     return [{"request_id": chat.id, "token": token, "nats": nats} for token, nats in again]
 
 
-def scored_margins(endpoint: Endpoint, prompt: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-    """The gap in nats between the two most likely tokens in the place of each of ``ids``, after ``prompt``
-    and those before it. None where the server scores no given tokens (vLLM does)."""
+def scored_margins(
+    endpoint: Endpoint, prompt: Sequence[int], ids: Sequence[int]
+) -> list[tuple[str, float]] | None:
+    """Each of ``ids`` as text, with the gap in nats between the two most likely tokens in its place, after
+    ``prompt`` and those before it. None where the server scores no given tokens (vLLM does)."""
     if endpoint.protocol != "openai":
         return None
     asked = {
@@ -51,9 +53,9 @@ def scored_margins(endpoint: Endpoint, prompt: Sequence[int], ids: Sequence[int]
         if not told or len(told) != len(prompt) + len(ids):
             return None
         found = []
-        for place in told[len(prompt) :]:
+        for given, place in zip(ids, told[len(prompt) :], strict=True):
             first, second = sorted((float(one["logprob"]) for one in place.values()), reverse=True)[:2]
-            found.append(first - second)
+            found.append((str(place[str(given)].get("decoded_token") or ""), first - second))
         return found
     except (Silent, KeyError, IndexError, TypeError, ValueError, AttributeError):
         return None  # an extension that this server does not have

@@ -358,7 +358,15 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
             "cheaper than one without; the baseline is slowed down, or weights or hardware differ"
         )
         return Check("speedup", Verdict.ERROR, text, required=required, how=how, evidence=evidence)
-    warnings = () if not unequal else (f"{unequal} prompts left out: answers of unequal length",)
+    lost = len(runs["baseline"][0]) - len(kept) - unequal
+    warnings = tuple(
+        f"{count} prompts left out: {why}"
+        for count, why in (
+            (unequal, "answers of unequal length"),
+            (lost, "requests failed or answers are empty"),
+        )
+        if count
+    )
     more = f" ({loaded:.2f} in tokens/s at {load})" if loaded else ""
     return gated(
         name="speedup",
