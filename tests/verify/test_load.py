@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from trtspec.verify.gates import Check, Verdict, exit_code
 from trtspec.verify.load import (
     Contender,
     Race,
+    by_position,
     check_acceptance,
     check_speed,
     compare_acceptance,
@@ -249,3 +251,28 @@ def test_only_as_many_tokens_are_compared_as_float64_has():
     ]
     evidence = compare_acceptance(check, longer, exact, required=True).evidence
     assert evidence["acceptance_rate_against_float64"]["rate"] == 0.0
+
+
+def test_acceptance_by_position_is_conditional_and_has_an_interval():
+    chance, law = random.Random(8), (0.8, 0.5, 0.25)
+    answers = []
+    for number in range(60):
+        emitted = []
+        for _ in range(20):
+            kept = 0
+            while kept < 3 and chance.random() < law[kept]:
+                kept += 1
+            emitted.append(kept + 1)
+        tokens = tuple(range(sum(emitted)))
+        accepted = sum(emitted) - 20
+        answers.append(Answer(f"p{number}", tokens, "length", tuple(emitted), 60, accepted, (3,) * 20))
+    found = by_position(answers)
+    assert [one["position"] for one in found] == [1, 2, 3]
+    for one, true in zip(found, law, strict=True):
+        assert one["low"] < true < one["high"]
+    # Deliberately broken: of all steps 0.8 * 0.5 accept the second draft; a product is no rate of its own.
+    assert not found[1]["low"] < 0.4 < found[1]["high"]
+    check = check_acceptance(answers, draft_limit=3, bound=None, contradictions=())
+    assert check.details[0].startswith("position 1: ")
+    low, high = check.evidence["acceptance_rate_interval"]
+    assert low < check.evidence["acceptance_rate"] < high

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def made() -> dict[str, list[dict[str, Any]]]:
             steps.append({**one, "rows": 20, "target_s": PROMPT_S, "prompt": True})
             steps += [
                 {**one, "rows": 5 if drafts else 1, "target_s": target, "draft_s": draft, "prompt": False}
-            ] * count
+                for _ in range(count)
+            ]
             runs += [
                 {
                     "contender": side, "prompt": prompt, "round": number, "tokens": TOKENS, "first": 1,
@@ -59,6 +61,21 @@ def test_the_prediction_is_the_formula_and_agrees():
     assert check.measured == pytest.approx(1)
     assert max(map(abs, check.evidence["share_of_predicted_time"].values())) < 1e-9
     assert not check.required
+
+
+def test_step_times_and_c_have_intervals():
+    rows = made()
+    terms = judge_prediction(**rows).evidence["step_times"]
+    want = {"T_p": 1e3 * ONE, "T_v": 1e3 * MANY, "T_q": 1e3 * DRAFT / 4, "c": ONE / (DRAFT / 4)}
+    assert {name: one["median"] for name, one in terms.items()} == pytest.approx(want)
+    chance = random.Random(3)
+    for row in rows["steps"]:
+        row |= {key: row[key] * chance.lognormvariate(0, 0.3) for key in ("target_s", "draft_s")}
+    terms = judge_prediction(**rows).evidence["step_times"]
+    for name, one in terms.items():
+        assert one["interval"][0] < want[name] < one["interval"][1]
+    # Deliberately broken: the drafting of a whole step is not that of a token.
+    assert not terms["c"]["interval"][0] < ONE / DRAFT < terms["c"]["interval"][1]
 
 
 def broken(term: str) -> dict[str, list[dict[str, Any]]]:

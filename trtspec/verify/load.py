@@ -9,6 +9,7 @@ against the tokens returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, answers_from, rows_of
 
 DEFINITION = "acceptance length = tokens emitted per target step, bonus or recovered token included"
+MOST_POSITIONS = 8
+"""Of which acceptance is told one by one."""
 DEAD_LENGTH = 1.02
 """Below this, drafting yields next to nothing."""
 # Clock noise that a speedup may carry before it contradicts the token counts.
@@ -133,6 +136,7 @@ def check_acceptance(
         "drafted": drafted,
         "accepted": accepted,
         "held_back_steps": held_back_steps,
+        "acceptance_by_position": (positions := by_position(answers)),
         "acceptance_length_by_task": _by_task(answers, tasks),
         "steps_by_tokens_emitted": emitted_histogram(answers),
         "contradictions": list(contradictions),
@@ -168,9 +172,13 @@ def check_acceptance(
         if drafted
         else "none drafted"
     )
+    if drafted:
+        low, high = ratio_of_sums([one.accepted for one in answers], [one.drafted for one in answers])[1]
+        evidence["acceptance_rate_interval"] = [low, high]
+        rate += f", interval {low:.1%} to {high:.1%}" if math.isfinite(low) else ""
     if held_back_steps:
         rate += f", drafting held back in {held_back_steps} steps (max_concurrency, or none would have paid)"
-    return acceptance_gate(
+    check = acceptance_gate(
         problem,
         rate,
         length,
@@ -182,6 +190,41 @@ def check_acceptance(
         evidence=evidence,
         records=records,
     )
+    told = [
+        f"position {one['position']}: {one['accepted']:.1%}"
+        + (f" ({one['low']:.1%} to {one['high']:.1%})" if one["low"] is not None else "")
+        + f" of {one['steps']} steps that got there"
+        for one in positions
+    ]
+    return replace(check, details=tuple(told))
+
+
+def reached_position(answer: Answer, position: int) -> tuple[float, float]:
+    """Steps that accepted the draft at ``position``, and those that could have: they accepted all before
+    and had drafted as many. None of an engine that does not tell the drafts of each step."""
+    steps = [
+        min(emitted - 1, drafted)
+        for emitted, drafted in zip(answer.emitted, answer.drafted_by_step, strict=False)
+        if drafted >= position and emitted >= position
+    ]
+    return float(sum(one >= position for one in steps)), float(len(steps))
+
+
+def by_position(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Acceptance at each position given that all before were accepted, with its interval over requests. In a
+    tree a position is a depth, and a step whose tree ended above it counts against it."""
+    found = []
+    for position in range(1, MOST_POSITIONS + 1):
+        columns = list(zip(*(reached_position(answer, position) for answer in answers), strict=True))
+        if not columns or not sum(columns[1]):
+            break
+        value, (low, high) = ratio_of_sums(*columns)
+        ends = (low, high) if math.isfinite(low) else (None, None)
+        steps = int(sum(columns[1]))
+        found.append(
+            {"position": position, "accepted": value, "low": ends[0], "high": ends[1], "steps": steps}
+        )
+    return found
 
 
 def acceptance_gate(
@@ -278,6 +321,7 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
         "seconds": {one: result.seconds(one) for one in (name, over)},
         "prompts": prompts,
         "rounds": rounds,
+        "loads": ["1 at a time"],
         "contradictions": list(result.contradictions),
         "interleaved": True,
     }

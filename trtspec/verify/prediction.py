@@ -28,8 +28,9 @@ from typing import Any
 
 from trtspec.engine import Engine, Request
 from trtspec.ruler import Answer
-from trtspec.stats import times_faster
+from trtspec.stats import CONFIDENCE, Interval, times_faster
 from trtspec.verify.gates import Check, Verdict, skipped
+from trtspec.verify.latency import quantile_of
 from trtspec.verify.load import Race
 from trtspec.verify.records import Records, Row
 
@@ -166,6 +167,7 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
     agree = low * (1 - TOLERANCE) <= predicted <= high * (1 + TOLERANCE)
     main = max(TERMS, key=lambda name: abs(shares[name]))
 
+    terms = _terms(timed)
     decode = expected * (one.target + one.draft + one.other) / each
     between = f" (95 % interval {interval[0]:.3f} to {interval[1]:.3f})" if low < high else ""
     told = (
@@ -186,6 +188,12 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
         f"{line} ({shares[name]:+.1%} of the predicted time)"
         for name, line in zip(TERMS, details, strict=True)
     ]
+    for name, (value, ends) in terms.items():
+        unit = "" if name == "c" else " ms"
+        between = (
+            f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends is not None else " (too few steps for an interval)"
+        )
+        details.append(f"{_TERMS_TOLD[name]}: {value:.2f}{unit}{between}")
     return Check(
         NAME,
         Verdict.MEASURED,
@@ -210,6 +218,10 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
             "share_of_predicted_time": shares,
             "tokens_per_step": {"predicted": expected, "race": left / in_race},
             "decode_speedup_predicted": decode,
+            "step_times": {
+                name: {"median": value, "interval": ends and list(ends)}
+                for name, (value, ends) in terms.items()
+            },
             "ms": {
                 "plain_step": 1e3 * _sum(one),
                 "verification": 1e3 * many.target,
@@ -222,6 +234,32 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
             "prediction", {}, {"runs": list(runs), "steps": list(steps), "answers": list(answers)}
         ),
     )
+
+
+_TERMS_TOLD = {
+    "T_p": "T_p, the target's forward without drafts",
+    "T_v": "T_v, its forward on the rows of a draft",
+    "T_q": "T_q, drafting one token",
+    "c": "c = T_p / T_q",
+}
+
+
+def _terms(timed: Mapping[str, Sequence[Row]]) -> dict[str, tuple[float, Interval | None]]:
+    """Medians of timed steps in ms with 95 % intervals from order statistics; T_q is a step's drafting over
+    the tokens it drafted. c: quotients of the ends of two 97.5 % intervals, so at least 95 % too."""
+    plain = [1e3 * row["target_s"] for row in timed["no_speculation"]]
+    drafted = [row for row in timed["recipe"] if row["rows"] > 1]
+    each = [1e3 * row["draft_s"] / (row["rows"] - 1) for row in drafted]
+    found: dict[str, tuple[float, Interval | None]] = {}
+    for name, values in (("T_p", plain), ("T_v", [1e3 * row["target_s"] for row in drafted]), ("T_q", each)):
+        if values:
+            found[name] = median(values), quantile_of(values, 0.5).interval
+    if "T_q" in found and found["T_q"][0] > 0:
+        p, q = (quantile_of(values, 0.5, 1 - (1 - CONFIDENCE) / 2).interval for values in (plain, each))
+        sure = p is not None and q is not None and q[0] > 0
+        ends = (p[0] / q[1], p[1] / q[0]) if sure and p is not None and q is not None else None
+        found["c"] = found["T_p"][0] / found["T_q"][0], ends
+    return found
 
 
 def _skipped(reason: str) -> Check:

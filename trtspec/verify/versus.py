@@ -25,7 +25,7 @@ from trtspec.stats import Array, Interval, bootstrap
 from trtspec.text import Tokenizer
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, why_no_exact_run
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.load import DEFINITION, compare_acceptance
+from trtspec.verify.load import DEFINITION, MOST_POSITIONS, compare_acceptance, reached_position
 from trtspec.verify.lossless import Identity, Move, compare, judge_rows, locate, look_closer, noise_of
 from trtspec.verify.lossless_verdict import TIES_ALLOWED
 from trtspec.verify.pair import Pair
@@ -33,8 +33,6 @@ from trtspec.verify.records import Records, Row, answers_from, rows_of
 from trtspec.verify.settings import Settings
 
 VS, OWN = "vs_other.", "other."
-_MOST_POSITIONS = 8
-"""Of which acceptance is told one by one."""
 _SHOWN_POSITIONS = 5
 
 
@@ -278,24 +276,14 @@ def _length(answer: Answer) -> float:
     return _tokens(answer) / max(_steps(answer), 1.0)
 
 
-def _reached(answer: Answer, position: int) -> tuple[float, float]:
-    """Steps that accepted the draft at ``position``, and those that could have."""
-    steps = [
-        min(emitted - 1, drafted)
-        for emitted, drafted in zip(answer.emitted, answer.drafted_by_step, strict=True)
-        if drafted >= position and emitted >= position
-    ]
-    return float(sum(one >= position for one in steps)), float(len(steps))
-
-
 def _positions(sides: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
     """For each position the steps and acceptance of both sides, and the difference with its interval."""
     found = []
-    for position in range(1, _MOST_POSITIONS + 1):
+    for position in range(1, MOST_POSITIONS + 1):
         one: dict[str, Any] = {"position": position}
         for side, answers in sides.items():
             passed, tried = (
-                sum(column) for column in zip(*(_reached(a, position) for a in answers), strict=True)
+                sum(column) for column in zip(*(reached_position(a, position) for a in answers), strict=True)
             )
             one[side] = {"steps": int(tried), "accepted": passed / tried if tried else None}
         if not any(one[side]["steps"] for side in sides):
@@ -303,10 +291,10 @@ def _positions(sides: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
         if all(one[side]["steps"] for side in sides):
 
             def top(answer: Answer, position: int = position) -> float:
-                return _reached(answer, position)[0]
+                return reached_position(answer, position)[0]
 
             def bottom(answer: Answer, position: int = position) -> float:
-                return _reached(answer, position)[1]
+                return reached_position(answer, position)[1]
 
             value, interval = _paired(sides, top, bottom)
             one |= {"difference": value, "interval": list(interval)}
