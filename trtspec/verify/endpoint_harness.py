@@ -16,6 +16,7 @@ from typing import Any
 
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.prompts import Chat
+from trtspec.text import Tokenizer
 from trtspec.verify import harness
 from trtspec.verify.arrivals import closed_loop
 from trtspec.verify.endpoint import Endpoint, Reply, SamplingParams, ask
@@ -57,7 +58,7 @@ def harness_at(
     *,
     continues: bool,
     no_scores: str,
-    tokenizer: Path | None,
+    tokenizer: Tokenizer | None,
     limit: int | None,
     folder: Path | None,
     concurrency: int,
@@ -80,7 +81,7 @@ def harness_at(
 
 
 def _openai(
-    endpoint: Endpoint, continues: bool, no_scores: str, tokenizer: Path | None, concurrency: int
+    endpoint: Endpoint, continues: bool, no_scores: str, tokenizer: Tokenizer | None, concurrency: int
 ) -> Any:
     """The harness's own client of completions, or of chats."""
     try:
@@ -98,6 +99,31 @@ def _openai(
         reason = "log-likelihoods of the harness need the model's tokenizer (--tokenizer DIR)"
 
     class Completions(LocalCompletionsAPI):  # type: ignore[misc]
+        """With our reader of the tokenizer's folder, as over an engine, instead of transformers'."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(tokenizer_backend="None", **options)
+            self.tokenizer = tokenizer
+            self.tokenized_requests = tokenizer is not None
+
+        @property
+        def eot_token_id(self) -> int | None:
+            return None if tokenizer is None else min(tokenizer.eos_token_ids, default=0)
+
+        @property
+        def prefix_token_id(self) -> int | None:
+            return None if tokenizer is None else (tokenizer.encode("") or [self.eot_token_id])[0]
+
+        def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
+            if tokenizer is None:
+                return [string]
+            if not isinstance(string, str):
+                return [self.tok_encode(one) for one in string]
+            tokens, bare = tokenizer.encode(string), tokenizer.encode("")
+            if add_special_tokens is False and bare and tokens[: len(bare)] == bare:
+                return tokens[len(bare) :]
+            return tokens
+
         def loglikelihood(self, requests: Sequence[Any], **options: Any) -> Any:
             if reason:
                 raise _CannotScore(f"needs log-likelihoods: {reason}")
@@ -123,18 +149,14 @@ def _openai(
     try:
         if not continues:
             return Chats(base_url=f"{base}/chat/completions", tokenizer_backend=None, **shared)
-        backend = "None" if tokenizer is None else "huggingface"
-        folder = None if tokenizer is None else str(tokenizer)
-        return Completions(
-            base_url=f"{base}/completions", tokenizer_backend=backend, tokenizer=folder, **shared
-        )
+        return Completions(base_url=f"{base}/completions", **shared)
     except ImportError as error:
         raise _without_client(error) from None
 
 
 def _without_client(error: ImportError) -> MissingError:
     return MissingError(
-        f"lm-evaluation-harness lacks its client of servers ({error}); pip install 'lm_eval[api]>=0.4.9,<0.5'"
+        f"the client of lm-evaluation-harness does not load ({error}); pip install 'lm_eval[api]>=0.4.9,<0.5'"
     )
 
 

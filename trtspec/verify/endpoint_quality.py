@@ -386,7 +386,7 @@ def _harness(both: _Both) -> list[Check]:
                 task,
                 continues=both.continues,
                 no_scores=both.no_scores,
-                tokenizer=plan.tokenizer_folder,
+                tokenizer=plan.tokenizer,
                 limit=plan.settings.task_limit,
                 folder=plan.settings.lm_eval_path,
                 concurrency=both.concurrency,

@@ -117,8 +117,8 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "check.greedy_float64": ("The same in float64", "float64 下的同一检查"),
     "check.quality": (
-        "Perplexity against the 16-bit baseline",
-        "相对 16 位基线的困惑度",
+        "Perplexity against the baseline",
+        "相对基线的困惑度",
     ),
     "check.acceptance": ("Tokens a target step emits", "目标模型每步产生的词元数"),
     "check.speedup": (
@@ -135,7 +135,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "近似接受所采样文本的重复度",
     ),
     "check.regression": ("{name} against the stored report", "{name} 相对存下的报告"),
-    "check.task": ("Task {name} against the 16-bit baseline", "任务 {name} 相对 16 位基线"),
+    "check.task": ("Task {name} against the baseline", "任务 {name} 相对基线"),
     "check.gates_of_quality": ("Other weights are judged by gates of quality", "权重不同时由质量门槛判定"),
     "check.sampled": ("Sampled answers follow the target's law", "采样输出服从目标模型的分布"),
     "check.sampling_parameters": (
