@@ -8,6 +8,7 @@ the manifest's SHA-256 that ``verify --bundle`` prints.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def recheck(folder: Path) -> Recheck:
     """Compute every verdict of the bundle in ``folder`` again. Raises InputError where it is no bundle."""
     bundle = open_bundle(folder)
     same_version = bundle.report.tools.get("trtspec") == tool_versions()["trtspec"]
-    problems = [*bundle.problems, *_whole(bundle)]
+    problems = [*bundle.problems, *_whole(bundle), *_books(bundle)]
     stored = {check.name: check for check in bundle.report.checks}
     findings: dict[str, Finding] = {}
     for judged in bundle.judged:
@@ -191,6 +192,62 @@ def _whole(bundle: Bundle) -> list[str]:
         if recipe is None or recipe_digest(recipe) != digest:
             problems.append(f"report.json: {place}recipe: its digest is not {place}recipe_digest")
     return problems
+
+
+_SAME = (
+    (("lossless", "other"), ("greedy", "other"), ("acceptance", "requests"), ("evidence", "answers")),
+    (("quality", "tokens"), ("mean_kl", "tokens"), ("p99_kl", "tokens"), ("same_top_token", "tokens")),
+)
+"""Tables, by check, that hold what one and the same run gave."""
+
+
+def _books(bundle: Bundle) -> list[str]:
+    """What the records say twice and not alike: counts of an answer and its tokens, one run in two checks."""
+    found: dict[tuple[str, str], Sequence[Row]] = {}
+    problems: list[str] = []
+    for judged in bundle.judged:
+        records = judged.records
+        if records is None:
+            continue
+        if records.arguments.get("contradictions"):
+            return []  # the ruler saw it, and the verdict says so
+        for table, rows in records.tables.items():
+            found[judged.checks[0] if judged.checks else "", table] = rows
+            problems += [
+                f"{', '.join(judged.checks)}: {table}: {row['request_id']}: its steps do not make its tokens"
+                for row in rows
+                if not _adds_up(row)
+            ]
+    for group in _SAME:
+        there = [(place, found[place]) for place in group if place in found]
+        for (left, rows), (right, others) in itertools.pairwise(there):
+            if [_common(*pair) for pair in zip(rows, others, strict=False)] != [True] * max(
+                len(rows), len(others)
+            ):
+                problems.append(f"{right[0]}: {right[1]}: not what {left[0]}: {left[1]} has of the same run")
+    return problems
+
+
+def _common(left: Row, right: Row) -> bool:
+    return all(_equal(left[key], right[key]) for key in left if key in right)
+
+
+def _adds_up(row: Row) -> bool:
+    """Whether an answer's steps are those of its tokens; rows of another kind do."""
+    lists = [row.get(key) for key in ("tokens", "emitted", "drafted_by_step", "accepted_by_step")]
+    if "request_id" not in row or not all(isinstance(one, list) for one in lists):
+        return True
+    tokens, emitted, drafted, accepted = lists
+    try:
+        steps = list(zip(emitted, drafted, accepted, strict=True)) if drafted else []
+        return (
+            sum(emitted) == len(tokens)
+            and sum(drafted) <= row["drafted"]
+            and sum(accepted) <= row["accepted"]
+            and all(kept <= offered and count <= kept + 1 for count, offered, kept in steps)
+        )
+    except (TypeError, ValueError, KeyError):
+        return False
 
 
 def _pitfalls(bundle: Bundle) -> list[Mapping[str, Any]]:
