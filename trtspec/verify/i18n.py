@@ -436,8 +436,8 @@ TEXTS: dict[str, tuple[str, str]] = {
         "运行 trtspec verify {engine} --requests 400",
     ),
     "pitfall.tail-ignored.run": (
-        "measure latency per request with enough requests for a p99 (at least 368)",
-        "逐请求测量延迟，请求数须足以估计 p99（至少 368 个）",
+        "trtspec verify {engine} --latency",
+        "运行 trtspec verify {engine} --latency",
     ),
     "pitfall.lazy-lossless": ("Losslessness claimed, not shown", "声称无损而未证明"),
     "pitfall.lazy-lossless.yes": (

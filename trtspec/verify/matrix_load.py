@@ -312,7 +312,7 @@ def judge_loads(
         for kind, sides in kinds.items()
         for value, ends in [times_faster(sides[name], sides[over])]
     ]
-    told = "; ".join(f"{one['load']} {one['speedup']:.2f}" for one in by_kind)
+    told = ", ".join(f"{one['load']} {one['speedup']:.2f}" for one in by_kind)
     details.append(f"by kind of load: {told}")
     verdict = Verdict.MEASURED
     if bound is not None:
