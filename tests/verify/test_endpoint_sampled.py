@@ -247,6 +247,14 @@ def test_what_both_ignore_is_no_matter_of_drafts_and_what_is_refused_is_not_igno
     assert "refused" in "".join(checks["sampling_parameters"].details)
 
 
+def test_a_server_that_dies_of_a_probe_is_named_and_ignores_nothing():
+    _, checks = judged(Fake(dies_after=45), Fake(), TABLE)
+    check = checks["sampling_parameters"]
+    assert check.verdict is Verdict.INCONCLUSIVE
+    assert check.required
+    assert "url stopped answering when asked for" in check.summary
+
+
 def test_approximate_acceptance_is_never_lossless(tmp_path):
     said = replace(SMALL, acceptance="relaxed", max_new_tokens=24)
     report, checks = judged(Fake(lossy=True), Fake(), said)

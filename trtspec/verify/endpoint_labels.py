@@ -13,7 +13,7 @@ Requests go one at a time, so that a seed that does not repeat is no matter of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from trtspec.stats import scipy
 from trtspec.verify.endpoint import GREEDY, Endpoint, SamplingParams, ask, takes
 from trtspec.verify.endpoint_sampled import answer_fields, pieces
 from trtspec.verify.endpoint_verdict import PARAMETERS_ALPHA
-from trtspec.verify.gates import Check
+from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.labels import MODES, Label, Mode, Obeyed, judge_parameters, label
 from trtspec.verify.records import Records, Row
 
@@ -77,33 +77,21 @@ def check_parameters(
     total = 2 * ((len(_PROBES) + 1) * len(chats) + len(_LIMITS) + 1)
     before = drafted()
 
-    def probe(
-        side: str, name: str, chat: Chat, params: SamplingParams, max_tokens: int = _TOKENS
-    ) -> Row | None:
-        if any(not takes(endpoints[side], one) for one in _SENT.get(name, ())):
-            return None
-        reply = ask(endpoints[side], chat, max_tokens=max_tokens, clock=time.perf_counter, params=params)
-        asked = {**asdict(params), "stop": list(params.stop), "max_tokens": max_tokens}
-        row = {"side": side, "probe": name, "request_id": chat.id, "asked": asked, **answer_fields(reply)}
-        rows.append(row)
-        on_progress(min(len(rows), total), total)
-        return row
-
-    for side in endpoints:
-        seeded = True
-        for name, params in _PROBES.items():
-            for chat in chats:
-                row = probe(side, name, chat, params if seeded else replace(params, seed=None))
-                if name == "seed" and row is not None and row["error"].startswith(("HTTP 400", "HTTP 422")):
-                    seeded = False  # asked once, and left out of all else
-                if name == "greedy" and row is not None and (stop := stop_word(row["text"])):
-                    probe(side, "stop", chat, SamplingParams(stop=(stop,)))
-        whole = [row for row in rows if (row["side"], row["probe"]) == (side, "greedy")]
-        longest = max(range(len(chats)), key=lambda at: len(whole[at]["text"]))
-        for limit in _LIMITS:
-            probe(side, "max_tokens", chats[longest], GREEDY, limit)
-        if takes(endpoints[side], "n"):
-            probe(side, "n", chats[0], SamplingParams(1.0, seed=21, n=2))
+    for side, end in endpoints.items():
+        asked = _questions(end, chats)
+        row: Row | None = None
+        while True:
+            try:
+                name, chat, params, max_tokens = asked.send(row)
+            except StopIteration:
+                break
+            reply = ask(end, chat, max_tokens=max_tokens, clock=time.perf_counter, params=params)
+            sent = {**asdict(params), "stop": list(params.stop), "max_tokens": max_tokens}
+            row = {"side": side, "probe": name, "request_id": chat.id, "asked": sent, **answer_fields(reply)}
+            rows.append(row)
+            on_progress(min(len(rows), total), total)
+            if _gone(rows):
+                break
     return judge_endpoint_parameters(
         rows,
         taken={side: [one for one in PARAMETERS if one == "max_tokens" or takes(end, one)]
@@ -111,6 +99,46 @@ def check_parameters(
         acceptance=acceptance,
         drafted=None if before is None else (drafted() or before) - before,
     )  # fmt: skip
+
+
+_Question = tuple[str, Chat, SamplingParams, int]
+
+
+def _questions(endpoint: Endpoint, chats: Sequence[Chat]) -> Generator[_Question, Row | None, None]:
+    """Probe, prompt, parameters and token limit of each request; the row of the one before is sent in."""
+    seeded = True
+    longest, chosen = -1, chats[0]
+    for name, params in _PROBES.items():
+        if any(not takes(endpoint, one) for one in _SENT.get(name, ())):
+            continue
+        for chat in chats:
+            row = yield name, chat, params if seeded else replace(params, seed=None), _TOKENS
+            if name == "seed" and row is not None and _refused(row):
+                seeded = False  # asked once, and left out of all else
+            if name != "greedy" or row is None:
+                continue
+            if len(row["text"]) > longest:
+                longest, chosen = len(row["text"]), chat
+            if stop := stop_word(row["text"]):
+                yield "stop", chat, SamplingParams(stop=(stop,)), _TOKENS
+    for limit in _LIMITS:
+        yield "max_tokens", chosen, GREEDY, limit
+    if takes(endpoint, "n"):
+        yield "n", chats[0], SamplingParams(1.0, seed=21 if seeded else None, n=2), _TOKENS
+
+
+def _refused(row: Row) -> bool:
+    return bool(row["error"].startswith(("HTTP 400", "HTTP 422")))
+
+
+def _gone(rows: Sequence[Row]) -> Row | None:
+    """The first of the failed requests with which a side ended, if there are two: its server died."""
+    end = []
+    for row in reversed(rows):
+        if row["side"] != rows[-1]["side"] or not row["error"] or _refused(row):
+            break
+        end.append(row)
+    return end[-1] if len(end) > 1 else None
 
 
 def judge_endpoint_parameters(
@@ -139,6 +167,11 @@ def judge_endpoint_parameters(
         drafted=all_drafted,
         required=True,
     )
+    for side in taken:
+        if (died := _gone([row for row in probes if row["side"] == side])) is not None:
+            text = f"{side} stopped answering when asked for {died['probe']}: {died['error']}; restart it"
+            check = replace(check, verdict=Verdict.INCONCLUSIVE, summary=text, required=True)
+            break
     arguments = {
         "taken": {side: list(names) for side, names in taken.items()},
         "acceptance": acceptance,
