@@ -110,6 +110,11 @@ def test_an_unchanged_rebuild_does_nothing_and_reads_no_weights(recipe: Path, mo
     assert (first.folder / "manifest.json").stat().st_ino == before.st_ino
 
 
+def time_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_the_command_line_is_quick_when_nothing_changed(recipe: Path):
     run(recipe)
     code = (
@@ -119,9 +124,9 @@ def test_the_command_line_is_quick_when_nothing_changed(recipe: Path):
     argv = [sys.executable, "-c", code, "build", str(recipe), "-o", str(recipe.parent / "engines")]
     times = []
     for _ in range(3):
-        began = time.monotonic()
+        began = time_of_children()  # of the processor: others may keep it busy
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
-        times.append(time.monotonic() - began)
+        times.append(time_of_children() - began)
         assert done.returncode == 0, done.stderr
         assert done.stdout.endswith("is up to date\n")
     assert min(times) < 1.0
