@@ -218,7 +218,7 @@ def judge_comparable(rows: Sequence[Row], servers: Mapping[str, str]) -> Check:
     looked += ["tokens of the prompts on both sides"] if both else []
     looked += ["random prompts"] if prompts else []
     looked += ["forced acceptance"] if lively else []
-    told = ", ".join(looked) or "nothing: neither server tells"
+    told = "; ".join(looked) or "nothing: neither server tells"
     return Check(
         "evidence",
         Verdict.ERROR if problems else Verdict.MEASURED,
