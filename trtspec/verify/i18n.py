@@ -280,7 +280,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "{count} divergences; usual noise {usual} nats, largest {largest}.",
         "{count} 处分歧；常见噪声 {usual} 奈特，最大 {largest}。",
     ),
-    "plot.kl": ("Tail of the KL divergence from the baseline: {name}", "相对基线的 KL 散度尾部：{name}"),
+    "plot.kl": ("Tail of the KL divergence: {name}", "KL 散度尾部：{name}"),
     "plot.kl.x": ("share of tokens beyond", "超过该值的词元占比"),
     "plot.kl.y": ("KL, nats", "KL（奈特）"),
     "plot.kl.text": ("Largest value shown: {value} nats.", "图中最大值：{value} 奈特。"),
