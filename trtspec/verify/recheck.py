@@ -274,6 +274,9 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
         match records.judge:
             case "lossless":
                 key, found = "lossless", arguments.get("required")
+            case "sampled" | "parameters":
+                raw = records.tables.get("raw") or [{}]
+                key, found = "lossless", raw[0].get("required")
             case "quality":
                 key, found = "max_perplexity_ratio", arguments.get("bound")
             case "approximate":
@@ -391,6 +394,10 @@ def rejudge(records: Records) -> list[Check]:
             from trtspec.verify.latency import judge_latency
 
             return judge_latency(tables["requests"], **arguments)
+        case "tails":
+            from trtspec.verify.served_verdict import judge_tails
+
+            return judge_tails(tables["requests"], **arguments)
         case "served":
             from trtspec.verify.served_verdict import judge_served
 
