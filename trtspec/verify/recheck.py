@@ -234,7 +234,7 @@ def _common(left: Row, right: Row) -> bool:
 
 def _adds_up(row: Row) -> bool:
     """Whether an answer's steps are those of its tokens; rows of another kind do."""
-    lists = [row.get(key) for key in ("tokens", "emitted", "drafted_by_step", "accepted_by_step")]
+    lists: list[Any] = [row.get(key) for key in ("tokens", "emitted", "drafted_by_step", "accepted_by_step")]
     if "request_id" not in row or not all(isinstance(one, list) for one in lists):
         return True
     tokens, emitted, drafted, accepted = lists
