@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,12 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# The same examples on every run: a failure that comes and goes says nothing of the change that it came with.
+with contextlib.suppress(ImportError):  # NVIDIA's container, where only the tests marked gpu run, lacks it
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True, database=None)
+    settings.load_profile("same")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
