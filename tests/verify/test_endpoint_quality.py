@@ -30,7 +30,7 @@ from trtspec.verify.settings import Settings
 from trtspec.verify.suite import judge_task, read_items
 from trtspec.verify.tasks import JUDGE_PATIENCE, Grader, Item
 
-SMALL = EndpointSettings(num_prompts=4, max_new_tokens=12, rounds=1, requests=4, concurrency=4)
+SMALL = EndpointSettings(4, 12, rounds=1, requests=4, concurrency=4, parameters=False)
 CHATS = load_chats(PROMPTS_FILE, limit=4, sample=True)
 MARGIN = 0.1
 ITEMS = 120

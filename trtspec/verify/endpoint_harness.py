@@ -112,7 +112,10 @@ def _openai(
 
         @property
         def prefix_token_id(self) -> int | None:
-            return None if tokenizer is None else (tokenizer.encode("") or [self.eot_token_id])[0]
+            if tokenizer is None:
+                return None
+            bare = tokenizer.encode("")
+            return bare[0] if bare else self.eot_token_id
 
         def tok_encode(self, string: Any, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if tokenizer is None:

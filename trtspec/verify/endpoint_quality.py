@@ -172,7 +172,7 @@ def check_endpoint_quality(
 ) -> list[Check]:
     """The checks ``quality``, ``task:NAME``, ``retrieval`` and ``degenerate_text`` of ``endpoints`` (url and
     baseline). ``rows``: the replies so far, see :mod:`trtspec.verify.endpoint_verdict`."""
-    both = _Both(*(_Side.of(endpoints[side]) for side in SIDES), plan, concurrency, stage)
+    both = _Both(_Side.of(endpoints["url"]), _Side.of(endpoints["baseline"]), plan, concurrency, stage)
     checks = [_perplexity(both)]
     written = greedy_rows(rows)
     asked, more = _tasks(both)
@@ -201,32 +201,35 @@ def _clock() -> float:
 
 
 def _every(
-    both: _Both, side: str, count: int, one: Callable[[int], _Answer], advance: Callable[[], None]
-) -> list[_Answer | str]:
-    """``one(i)`` for each i, so many at a time; instead of an answer the reason why there is none."""
+    both: _Both, count: int, one: Callable[[str, int], _Answer], advance: Callable[[], None]
+) -> dict[str, list[_Answer | str]]:
+    """``one(side, i)`` for both sides and each i, so many at a time; instead of an answer the reason why
+    there is none. Sides take turns, so that what a server answered before it died has its pair."""
     lock = threading.Lock()
-    silent = 0
-    last = ""
+    silent = dict.fromkeys(SIDES, 0)
+    last = dict.fromkeys(SIDES, "")
 
     def send(number: int, due: float | None) -> _Answer | str:
-        nonlocal silent, last
+        side = SIDES[number % 2]
         with lock:
-            if silent >= PATIENCE:
-                return f"{side}: not asked: {silent} requests in a row failed before ({last})"
+            dead = silent[side] >= PATIENCE
+        if dead:
+            return f"{side}: not asked: {silent[side]} requests in a row failed before ({last[side]})"
         found: _Answer | str
         try:
-            found = one(number)
+            found = one(side, number // 2)
             refused = ""
         except (Silent, Refused) as error:
             found = refused = f"{side}: {error}"
         with lock:
             # A request that is refused for what it asks is no dead server.
             dead = bool(refused) and not re.search(r": HTTP 4(00|04|13|22)\b", refused)
-            silent, last = (silent + 1, refused) if dead else (0, last)
+            silent[side], last[side] = (silent[side] + 1, refused) if dead else (0, "")
             advance()
         return found
 
-    return closed_loop(send, count, both.concurrency)
+    found = closed_loop(send, 2 * count, both.concurrency)
+    return {side: found[start::2] for start, side in enumerate(SIDES)}
 
 
 def _answer(endpoint: Endpoint, name: str, text: str, max_tokens: int) -> Reply:
@@ -248,16 +251,12 @@ def _perplexity(both: _Both) -> Check:
     if both.no_scores:
         return skipped("quality", f"no perplexity: {both.no_scores}", bound is not None)
     advance = counter(both.stage("quality: perplexity of held-out texts"), 2 * len(plan.texts))
-    found = {
-        side: _every(
-            both,
-            side,
-            len(plan.texts),
-            lambda number, one=one: prompt_scores(one.endpoint, plan.texts[number]),  # type: ignore[misc]
-            advance,
-        )
-        for side, one in both.sides.items()
-    }
+    found = _every(
+        both,
+        len(plan.texts),
+        lambda side, number: prompt_scores(both.sides[side].endpoint, plan.texts[number]),
+        advance,
+    )
     tokens, unscored = scored_texts(found["url"], found["baseline"])
     arguments = {"bound": bound, "source": f"{plan.source}, as prompts (echo, logprobs)", "over": OVER}
     records = Records("quality", {**arguments, "unscored": unscored}, {"tokens": tokens})
@@ -287,22 +286,22 @@ def _tasks(both: _Both) -> tuple[list[Check], list[Row]]:
     items = [item for item, reason in zip(plan.items, reasons, strict=True) if not reason]
     advance = counter(both.stage("tasks: answers that can be checked"), 2 * len(items))
     answered = {}
+    found = _every(both, len(items), _one_item(both, items), advance)
     for side in SIDES:
-        found = _every(both, side, len(items), _one_item(both, side, items), advance)
         grader = Grader(plan.settings.judge)
-        answered[side] = [_graded(grader, *pair) for pair in zip(items, found, strict=True)]
+        answered[side] = [_graded(grader, *pair) for pair in zip(items, found[side], strict=True)]
     rows: list[Row] = []
     written: list[Row] = []
     for item, (mine, text), (theirs, other) in zip(items, answered["url"], answered["baseline"], strict=True):
         row: dict[str, object] = {"task": item.task, "id": item.id, "kind": item.kind}
         faults = _faults(text, other)
-        for name, side, fault in (("target", mine, faults[0]), ("baseline", theirs, faults[1])):
+        for name, scored, fault in (("target", mine, faults[0]), ("baseline", theirs, faults[1])):
             row |= {
-                name: side.value,
-                f"{name}_error": side.error,
-                f"{name}_why": side.why,
-                f"{name}_output": side.output if item.kind != "choice" else None,
-                f"{name}_logprobs": list(side.logprobs) if item.kind == "choice" else None,
+                name: scored.value,
+                f"{name}_error": scored.error,
+                f"{name}_why": scored.why,
+                f"{name}_output": scored.output if item.kind != "choice" else None,
+                f"{name}_logprobs": list(scored.logprobs) if item.kind == "choice" else None,
                 f"{name}_degenerate": fault,
             }
         rows.append(row)
@@ -336,11 +335,9 @@ def _cannot(both: _Both, item: Item) -> str:
     return ""
 
 
-def _one_item(both: _Both, side: str, items: Sequence[Item]) -> Callable[[int], Reply | Scored]:
-    end = both.sides[side].endpoint
-
-    def one(number: int) -> Reply | Scored:
-        item = items[number]
+def _one_item(both: _Both, items: Sequence[Item]) -> Callable[[str, int], Reply | Scored]:
+    def one(side: str, number: int) -> Reply | Scored:
+        item, end = items[number], both.sides[side].endpoint
         if item.kind == "choice":
             return choose(item, lambda prompt: prompt_scores(end, prompt))
         if item.messages and not both.raw:
@@ -428,17 +425,13 @@ def _retrieval(both: _Both) -> Check:
     plan = both.plan
     advance = counter(both.stage("retrieval: numbers hidden in long prompts"), 2 * len(plan.hay))
 
-    def one(side: str) -> Callable[[int], Reply]:
+    def one(side: str, number: int) -> Reply:
         end = replace(both.sides[side].endpoint, raw=both.continues)
+        hay = plan.hay[number]
+        text = hay.text if both.continues else hay.question
+        return _answer(end, hay.id, text, NUMBER_TOKENS if both.continues else 4 * NUMBER_TOKENS)
 
-        def send(number: int) -> Reply:
-            hay = plan.hay[number]
-            text = hay.text if both.continues else hay.question
-            return _answer(end, hay.id, text, NUMBER_TOKENS if both.continues else 4 * NUMBER_TOKENS)
-
-        return send
-
-    found = {side: _every(both, side, len(plan.hay), one(side), advance) for side in SIDES}
+    found = _every(both, len(plan.hay), one, advance)
     rows: list[Row] = []
     for hay, mine, theirs in zip(plan.hay, found["url"], found["baseline"], strict=True):
         row: dict[str, object] = {
