@@ -18,6 +18,7 @@ from trtspec.verify.arrivals import giving_up, poisson_times
 from trtspec.verify.endpoint import ask, connect, learn, lost, not_asked
 from trtspec.verify.endpoint_acceptance import judge_acceptance, judge_comparable, judge_plain_baseline
 from trtspec.verify.endpoint_check import reply_row
+from trtspec.verify.endpoint_labels import PARAMETERS, judge_endpoint_parameters
 from trtspec.verify.endpoint_margins import margins, scored_margins
 from trtspec.verify.endpoint_verdict import judge_endpoints
 from trtspec.verify.gates import Verdict
@@ -225,3 +226,38 @@ def test_over_saturation_shows_in_waiting_or_in_requests_in_flight(batch):
         objectives={}, bound=None,
     )[0]  # fmt: skip
     assert [word for word in check.warnings if "throttling" in word] == []
+
+
+def test_a_server_that_died_of_top_k_ignores_nothing_that_it_was_not_asked():
+    # As vLLM 0.32 does with n-grams on a CPU: its engine ends at top_k 1.
+    answered = {
+        "text": "a b c",
+        "token_ids": [1, 2, 3],
+        "tokens": 3,
+        "drafted": None,
+        "answers": 2,
+        "finish_reason": None,
+    }
+
+    def probes(side, names):
+        asked = {"stop": [], "max_tokens": 3}
+        return [
+            {"side": side, "probe": name, "request_id": f"p{i}", "asked": asked, "error": "", **answered}
+            for name in names
+            for i in range(4)
+        ]
+
+    mine = probes("url", ("greedy", "seed", "cold", "hot", "top_k"))
+    for one in mine[-2:]:
+        one["error"] = "EngineCore encountered an issue"
+    every = ("greedy", "seed", "cold", "hot", "top_k", "top_p", "seed again", "other seed", "max_tokens", "n")
+    check = judge_endpoint_parameters(
+        [*mine, *probes("baseline", every)],
+        taken={side: list(PARAMETERS) for side in ("url", "baseline")},
+        acceptance=None,
+        drafted=3.0,
+    )
+    assert check.verdict is Verdict.INCONCLUSIVE
+    assert "url stopped answering when asked for top_k: EngineCore" in check.summary
+    assert not any("IGNORED" in line for line in check.details)
+    assert sum("url: not asked any more" in line for line in check.details) == 4

@@ -299,6 +299,8 @@ class _Side:
         if name in ("temperature", "top_p", "top_k"):
             asked += self._greedy.values()
         wrong = next((row["error"] for row in asked if row["error"]), "")
+        if not wrong and name != "stop" and any(one not in self._probes for one in _NEEDS[name]):
+            return "not asked any more: the server died before"
         return f"refused or failed: {wrong}" if wrong else ""
 
     def obeyed(self, name: str) -> Obeyed:
