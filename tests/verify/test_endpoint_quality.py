@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def test_equal_servers_pass_and_a_loss_of_twice_the_margin_fails(tmp_path):
     again = recheck(tmp_path / "b")
     assert (again.problems, again.exit_code) == ((), 0), again
     assert all(one.status == "same" for one in again.findings if one.check in (*names, "degenerate_text"))
+    # A gate that was loosened afterwards, in the report, its records and the manifest alike.
+    milder = replace(report, settings={**report.settings, "gates": Gates(max_task_loss=0.4).model_dump()})
+    write_bundle(tmp_path / "c", milder)
+    assert any("judged by a gate of 0.1" in one for one in recheck(tmp_path / "c").problems)
 
 
 def test_too_few_items_decide_nothing_and_say_how_many_would(tmp_path):

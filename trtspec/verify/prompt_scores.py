@@ -56,15 +56,16 @@ def prompt_scores(endpoint: Endpoint, prompt: str | Sequence[int]) -> PromptScor
         tops = list(told.get("top_logprobs") or [None] * len(tokens))
         count = _prompt_tokens(value, len(tokens))
         found = [math.nan if one is None else float(one) for one in logprobs[:count]]
-        likely = [
-            max(one, key=lambda token, of=one: float(of[token])) if isinstance(one, dict) and one else ""
-            for one in tops[:count]
-        ]
+        likely = [_likeliest(one) for one in tops[:count]]
         if not len(tokens) == len(logprobs) == len(tops) or count < 2 or any(map(math.isnan, found[1:])):
             raise ValueError("another number of tokens than of log-probabilities")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise Silent("its completions come without the log-probabilities of the prompt (echo)") from None
     return PromptScores(tuple(tokens[:count]), tuple(found), tuple(map(str, likely)))
+
+
+def _likeliest(top: Any) -> str:
+    return max(top, key=lambda token: float(top[token])) if isinstance(top, dict) and top else ""
 
 
 def _prompt_tokens(value: Any, listed: int) -> int:

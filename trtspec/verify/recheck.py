@@ -86,7 +86,7 @@ def recheck(folder: Path) -> Recheck:
         fresh: dict[str, Check] = {}
         failure = "its records are missing or broken"
         if judged.records is not None:
-            problems += _other_gates(judged.checks, judged.records, bundle.report.recipe)
+            problems += _other_gates(judged.checks, judged.records, _gates_asked(bundle, judged.records))
             fresh, failure = _again(judged.records)
         for name in judged.checks:
             findings[name] = _finding(name, stored.get(name), fresh.get(name), failure, same_version)
@@ -260,6 +260,14 @@ def _recipe(value: Mapping[str, Any]) -> Recipe | None:
         return Recipe.model_validate(value)
     except ValidationError:
         return None
+
+
+def _gates_asked(bundle: Bundle, records: Records) -> Mapping[str, Any]:
+    """The recipe; of endpoints, which have none, what stands in the settings as gates of quality."""
+    report = bundle.report
+    if not report.recipe and records.judge in ("quality", "task", "retrieval", "degenerate"):
+        return {"gates": report.settings.get("gates")}
+    return report.recipe
 
 
 def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, Any]) -> list[str]:
