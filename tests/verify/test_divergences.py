@@ -79,8 +79,8 @@ def test_ties_are_only_ties_while_there_are_no_more_than_the_floor_has(own, proo
         return tuple(Divergence(f"p{i}", 3, 1, 2, gap_nats=0.05) for i in range(count))
 
     check = judge(
-        "lossless", Comparison(100, 12, ties(10)), NOISE, Comparison(60, 6, ties(own)), dtype="bfloat16", drafted=40,
-        accepted=20, speculates=True, required=True, contradictions=(), proof=proof,
+        "lossless", Comparison(100, 12, ties(10)), NOISE, Comparison(60, 6, ties(own)), dtype="bfloat16",
+        drafted=40, accepted=20, speculates=True, required=True, contradictions=(), proof=proof,
     )  # fmt: skip
     assert (check.verdict, check.evidence["result"]) == (verdict, result)
     assert check.required == (verdict is not Verdict.INCONCLUSIVE)

@@ -105,7 +105,9 @@ def test_reports_of_a_matrix_and_of_loads_are_all_chinese(made):
     assert left(made()) == []
 
 
-@pytest.mark.parametrize("key", ["gate: at most {0#}", "{0#} times BF16 without drafts", "exact one-sided McNemar test"])
+@pytest.mark.parametrize(
+    "key", ["gate: at most {0#}", "{0#} times BF16 without drafts", "exact one-sided McNemar test"]
+)
 def test_a_sentence_that_is_not_translated_is_seen(key, endpoints, tmp_path, monkeypatch):
     path = tmp_path / "p.json"
     path.write_text(json.dumps({one: said for one, said in TABLE.items() if one != key}))

@@ -286,8 +286,8 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.kl.text": ("Largest value shown: {value} nats.", "图中最大值：{value} 奈特。"),
     "plot.matrix": ("Matrix: {name}", "矩阵：{name}"),
     "plot.matrix.text": (
-        "{rows} rows, {columns} columns. Mark and frame: the verdict. Number and shade: times as fast as BF16 "
-        "without drafts, from orange (slower) to blue (faster).",
+        "{rows} rows, {columns} columns. Mark and frame: the verdict. Number and shade: times as fast as "
+        "BF16 without drafts, from orange (slower) to blue (faster).",
         "{rows} 行，{columns} 列。记号与边框：结论。数字与底色：相对无草稿 BF16 的倍速，橙色较慢，蓝色较快。",
     ),
     "plot.matrix.corner": ("quantization / drafting", "量化 / 草稿"),

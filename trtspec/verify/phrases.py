@@ -77,8 +77,8 @@ def _phrases() -> tuple[_Phrase, ...]:
     found = []
     for english, chinese in sorted(table.items(), key=lambda pair: -len(_FIELD.sub("", pair[0]))):
         numbers = frozenset(number for number, kind in _FIELD.findall(english) if kind)
-        patterns = (_pattern(english, field) for field in (_CLAUSE, ".+?"))
-        found.append(_Phrase(*patterns, chinese, numbers))
+        clause, anything = _pattern(english, _CLAUSE), _pattern(english, ".+?")
+        found.append(_Phrase(clause, anything, chinese, numbers))
     return tuple(found)
 
 

@@ -185,8 +185,8 @@ def _pitfall_table(report: Report, say: Say) -> list[str]:
 
 
 def _wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Lines of at most ``width`` columns. Chinese breaks anywhere but before what closes and behind what opens,
-    English between words."""
+    """Lines of at most ``width`` columns. Chinese breaks anywhere but before what closes and behind what
+    opens, English between words."""
     lines, line = [], first
     word = r"（*(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。；：、）？！]*"
     for piece in re.findall(rf"{word}|\s+", text):
