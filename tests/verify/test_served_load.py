@@ -6,29 +6,31 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import time
 
 import numpy as np
 import pytest
 from built_tiny import build_tiny, write_jsonl
+from made import made_report
 
 from trtspec.backends import open_engine
 from trtspec.cli import main
+from trtspec.cli.verify_speed import SpeedOptions
 from trtspec.errors import InputError
 from trtspec.recipe import Gates
 from trtspec.recipe_facts import P99_REQUESTS, requests_for_p99
 from trtspec.stats import ratio_of_sums
 from trtspec.text import Tokenizer
+from trtspec.verify import served_load
 from trtspec.verify.faults import Altered
 from trtspec.verify.gates import Verdict
-from trtspec.verify.latency import requests_needed, steady, timed_from
+from trtspec.verify.latency import judge_latency, requests_needed, steady, timed_from
 from trtspec.verify.recheck import rejudge
 from trtspec.verify.report import check_fields
 from trtspec.verify.served_load import check_served, drive, judge_driven, plan_served
-from trtspec.verify.served_verdict import _blocks, judge_served
+from trtspec.verify.served_verdict import _blocks, judge_served, with_load_gates
 from trtspec.verify.settings import LatencySettings, Settings
 
-DELAY_S = 0.02
+STEP_S, DELAY_S = 0.001, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +62,48 @@ def gates(**given) -> dict:
     return {"load": load, **given}
 
 
+class Clock:
+    """The machine's clock, on which nothing but an engine's steps takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def on(self, engine, step_s: float = STEP_S):
+        return Costly(engine, self, step_s)
+
+
+class Costly(Altered):
+    def __init__(self, engine, clock: Clock, step_s: float) -> None:
+        super().__init__(engine)
+        self._clock, self._step_s = clock, step_s
+
+    def step(self):
+        self._clock.now += self._step_s
+        return super().step()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(served_load, "time", made)
+    return made
+
+
 def verdicts(checks) -> dict[str, Verdict]:
     return {check.name: check.verdict for check in checks}
 
 
-def test_a_sleep_in_the_engine_under_load_fails_its_gates_and_without_it_they_pass(tiny):
+def test_a_sleep_in_the_engine_under_load_fails_its_gates_and_without_it_they_pass(tiny, clock):
     _, _, engines, _ = tiny
     wanted = gates(slo={"e2e_ms": 1e3 * DELAY_S * 2}, min_goodput=0.5, min_tokens_per_s=1000.0)
     recipe, plan = asked(tiny, wanted)
-    good = check_served({"recipe": engines["recipe"]}, plan, recipe)
+    good = check_served({"recipe": clock.on(engines["recipe"])}, plan, recipe)
     found = verdicts(good)
     assert (found["goodput_recipe"], found["throughput"]) == (Verdict.PASS, Verdict.PASS)
-    slow = Altered(engines["recipe"], delay_s=DELAY_S)
+    slow = clock.on(engines["recipe"], DELAY_S)
     bad = check_served({"recipe": slow}, plan, recipe)
     found = verdicts(bad)
     assert (found["goodput_recipe"], found["throughput"]) == (Verdict.FAIL, Verdict.FAIL)
@@ -79,16 +111,15 @@ def test_a_sleep_in_the_engine_under_load_fails_its_gates_and_without_it_they_pa
         assert list(map(check_fields, rejudge(checks[0].records))) == list(map(check_fields, checks))
 
 
-def test_a_sleep_in_the_baseline_touches_its_own_clock_only_and_is_no_speedup(tiny):
+def test_a_sleep_in_the_baseline_touches_its_own_clock_only_and_is_no_speedup(tiny, clock):
     _, _, engines, _ = tiny
     recipe, plan = asked(tiny, gates(min_speedup_under_load=1.0))
     sides = {
-        "recipe": engines["recipe"],
-        "no_speculation": Altered(engines["no_speculation"], delay_s=DELAY_S),
+        "recipe": clock.on(engines["recipe"]),
+        "no_speculation": clock.on(engines["no_speculation"], DELAY_S),
     }
-    began = time.perf_counter()
     driven = drive(sides, plan)
-    wall = time.perf_counter() - began
+    wall = clock.now
     ends = {}
     for side in sides:
         mine = [row for row in driven.slices if row["side"] == side]
@@ -98,7 +129,7 @@ def test_a_sleep_in_the_baseline_touches_its_own_clock_only_and_is_no_speedup(ti
         rows = [row for row in driven.requests if row["side"] == side]
         assert sum(row["tokens"] for row in mine) == sum(sum(row["emitted"]) for row in rows)
     # With one clock for both, each would show nearly the whole wall time.
-    assert sum(ends.values()) <= wall
+    assert sum(ends.values()) == pytest.approx(wall)
     assert ends["recipe"] < ends["no_speculation"] / 2
     tpot = {
         side: np.median([one.tpot_s for one in timed_from(rows_of(driven, side)) if one.tpot_s])
@@ -130,14 +161,13 @@ def test_a_counter_that_runs_ahead_and_a_lost_answer_void_the_load(tiny):
         assert told in check.summary
 
 
-def test_an_open_loop_counts_from_when_a_request_was_due_and_does_not_idle(tiny):
+def test_an_open_loop_counts_from_when_a_request_was_due_and_does_not_idle(tiny, clock):
     _, _, engines, _ = tiny
     recipe, plan = asked(tiny, {}, rate_per_s=4.0, requests=40)
-    began = time.perf_counter()
-    driven = drive({"recipe": engines["recipe"]}, plan)
-    assert time.perf_counter() - began < 5.0  # ten seconds of arrivals; idling is skipped, not slept
+    driven = drive({"recipe": clock.on(engines["recipe"])}, plan)
+    assert clock.now < 1.0  # ten seconds of arrivals; idling is skipped, not slept
     assert max(row["ended_s"] for row in driven.requests) > 5.0
-    slow = Altered(engines["recipe"], delay_s=0.02)  # four steps an answer, eight at a time: 100 a second
+    slow = clock.on(engines["recipe"], DELAY_S)  # four steps an answer, eight at a time: 100 a second
     wanted = {"load": {"rate_per_s": 400.0, "requests": 100, "output_tokens": 4}, "slo": {"ttft_ms": 150.0}}
     recipe, plan = asked(tiny, {**wanted, "min_goodput": 0.9})
     driven = drive({"recipe": slow}, plan)
@@ -250,3 +280,39 @@ def test_gates_of_the_recipe_are_measured_without_a_flag_and_judged_again(tiny, 
     capsys.readouterr()
     assert main(["report", "--recheck", str(bundle)]) == 1
     assert "slo.ttft_ms" in capsys.readouterr().out
+
+
+def test_a_recipes_gates_on_its_load_judge_endpoints():
+    rows = [row_of(number, number // 4, number // 4 + 1) for number in range(400)]
+    none = {"ttft_s": None, "tpot_s": None, "e2e_s": None}
+    checks = judge_latency(
+        rows,
+        name="url",
+        side="url",
+        load="4 at a time",
+        concurrency=4,
+        rate_per_s=None,
+        objectives=none,
+        bound=None,
+    )
+    wanted = Gates.model_validate({"max_p99_tpot_ms": 130.0, "max_p99_ttft_ms": 5.0, "min_tokens_per_s": 1.0})
+    found = {check.name: check for check in with_load_gates(made_report(*checks), wanted).checks}
+    assert (found["p99_tpot"].verdict, found["p99_ttft"].verdict) == (Verdict.PASS, Verdict.PASS)
+    assert (found["throughput"].verdict, found["throughput"].required) == (Verdict.SKIPPED, True)
+    strict = wanted.model_copy(update={"max_p99_tpot_ms": 120.0})
+    (tail,) = [one for one in with_load_gates(made_report(*checks), strict).checks if one.name == "p99_tpot"]
+    assert tail.verdict is Verdict.FAIL  # 125 ms
+    (again,) = [one for one in rejudge(tail.records) if one.name == "p99_tpot"]
+    assert check_fields(again) == check_fields(tail)
+    empty = {field.name: None for field in dataclasses.fields(SpeedOptions)}
+    load = {"concurrency": 3, "output_tokens": 9}
+    asked = Gates.model_validate({"load": load, "slo": {"e2e_ms": 500.0}, "min_goodput": 0.9})
+    given = SpeedOptions(**empty)._asked_of_load(asked, None, None)
+    assert given == {
+        "concurrency": 3, "requests": 377, "max_new_tokens": 9, "e2e_s": 0.5, "min_goodput": 0.9
+    }  # fmt: skip
+    with pytest.raises(InputError, match="--rate: the recipe of --gates says its own load"):
+        SpeedOptions(**{**empty, "rate": 2.0})._asked_of_load(asked, None, None)
+    longer = Gates.model_validate({"load": {**load, "input_tokens": 900}})
+    with pytest.raises(InputError, match="needs yours"):
+        SpeedOptions(**empty)._asked_of_load(longer, None, None)

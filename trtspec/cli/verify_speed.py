@@ -16,6 +16,7 @@ from trtspec.cli.output import FloatRange, Progress, UserPath
 from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
+    from trtspec.recipe import Gates
     from trtspec.verify.endpoint import Endpoint, Protocol
     from trtspec.verify.endpoint_labels import Acceptance
     from trtspec.verify.endpoint_quality import Plan
@@ -173,6 +174,7 @@ class SpeedOptions:
         from trtspec.prompts import PROMPTS_FILE, load_chats
         from trtspec.verify.aiperf import find_aiperf
         from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
+        from trtspec.verify.served_verdict import with_load_gates
 
         program = find_aiperf(self.aiperf) if self.driver == "aiperf" else None
         given = {
@@ -193,6 +195,7 @@ class SpeedOptions:
             "acceptance": self.acceptance,
             "other_weights": self.other_weights,
         }
+        given |= {} if quality is None else self._asked_of_load(quality.gates, prompts, max_new_tokens)
         quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
         settings = dataclasses.replace(
             quicker if quick else EndpointSettings(),
@@ -204,7 +207,7 @@ class SpeedOptions:
             self._connect(self.url, self.model),
             self._connect(self.baseline_url, self.baseline_model or self.model),
         )
-        return verify_endpoints(
+        result = verify_endpoints(
             url,
             baseline,
             chats,
@@ -215,6 +218,39 @@ class SpeedOptions:
             aiperf=program,
             quality=quality,
         )
+        return result if quality is None else with_load_gates(result, quality.gates)
+
+    def _asked_of_load(self, gates: Gates, prompts: Path | None, answer: int | None) -> dict[str, Any]:
+        """What the recipe of --gates says of the load. Raises InputError where a flag says it too, or its
+        prompts cannot be made here."""
+        from trtspec.recipe_facts import requests_for_p99
+
+        load, slo = gates.load, gates.slo
+        if load.concurrency is None and load.rate_per_s is None:
+            return {}
+        named = [name for name in (*_OF_LATENCY[1:], "min_goodput") if getattr(self, name) is not None]
+        problems = [
+            Problem("the recipe of --gates says its own load and objectives; leave it out", key=_flag(name))
+            for name in named
+        ]
+        if load.input_tokens is not None and prompts is None:
+            message = (
+                f"a load with prompts of {load.input_tokens} tokens (gates.load.input_tokens) needs yours"
+            )
+            problems.append(Problem(message, key="--prompts"))
+        if problems:
+            raise InputError(problems)
+        asked = {
+            "concurrency": load.concurrency,
+            "rate_per_s": load.rate_per_s,
+            "requests": self.requests or load.requests or requests_for_p99(load),
+            "max_new_tokens": answer or load.output_tokens,
+            "ttft_s": _seconds(slo.ttft_ms),
+            "tpot_s": _seconds(slo.tpot_ms),
+            "e2e_s": _seconds(slo.e2e_ms),
+            "min_goodput": gates.min_goodput,
+        }
+        return {name: value for name, value in asked.items() if value is not None}
 
     def _connect(self, url: str | None, model: str | None) -> Endpoint:
         from trtspec.verify.endpoint import connect

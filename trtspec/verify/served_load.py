@@ -136,8 +136,8 @@ class _Side:
         for _ in range(steps):
             now = time.perf_counter() + offset
             if not self.flying and self.plan.rate_per_s is not None and self.sent < len(self.due_s):
-                offset += max(0.0, self.due_s[self.sent] - now)  # nothing to do until then
-                now = time.perf_counter() + offset
+                wait = max(0.0, self.due_s[self.sent] - now)  # nothing to do until then
+                offset, now = offset + wait, max(now, self.due_s[self.sent])
             self._send(now)
             if not self.flying:
                 break

@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trtspec.recipe import Gates
+from trtspec.recipe_facts import LOAD_GATES
 from trtspec.stats import Array, Interval, bootstrap, ratio_of_sums
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.latency import judge_latency, oversaturated, quantile_of, steady, timed_from
 from trtspec.verify.records import Records, Row
+from trtspec.verify.report import Report
 from trtspec.verify.sanity import impossible_speedup
 
 SLICE_STEPS = 8
@@ -83,7 +86,14 @@ def judge_served(
             replace(one, details=(*one.details, *_counted(found, counters[side]))) for one in judged[:1]
         ]
         checks += judged[1:]
-    checks += _tails(rows["recipe"], load, concurrency, rate_per_s, gates, clock)
+    checks += judge_tails(
+        rows["recipe"],
+        load=load,
+        concurrency=concurrency,
+        rate_per_s=rate_per_s,
+        gates=gates,
+        clock=f"{clock}; {NOT_IN_IT}",
+    )
     checks += _throughput(rows, slices, load, concurrency, gates, clock, speculates, interleaved)
     return [replace(check, records=records) for check in checks]
 
@@ -106,15 +116,26 @@ def _counted(rows: Sequence[Row], counters: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _tails(
+def judge_tails(
     rows: Sequence[Row],
+    *,
     load: str,
     concurrency: int | None,
     rate_per_s: float | None,
     gates: Mapping[str, float | None],
     clock: str,
 ) -> list[Check]:
-    """The gates on p99. A quantile of too few requests decides nothing."""
+    """The gates ``max_p99_ttft_ms`` and ``max_p99_tpot_ms`` on the requests of one side. A quantile of too
+    few decides nothing."""
+    bounds = {f"max_p99_{metric}_ms": gates[f"max_p99_{metric}_ms"] for metric in ("ttft", "tpot")}
+    arguments = {
+        "load": load,
+        "concurrency": concurrency,
+        "rate_per_s": rate_per_s,
+        "gates": bounds,
+        "clock": clock,
+    }
+    records = Records("tails", arguments, {"requests": list(rows)})
     found = timed_from(rows)
     kept = steady(found, concurrency=concurrency) or found
     doubt = oversaturated(kept, rate_per_s) if rate_per_s else ""
@@ -125,7 +146,7 @@ def _tails(
             continue
         values = [1e3 * value for one in kept if (value := getattr(one, f"{metric}_s")) is not None]
         one, what = quantile_of(values, 0.99), f"p99 of {metric.upper()} at {load}, ms:"
-        how = f"{load}; {clock}; {NOT_IN_IT}; steady state: {len(kept)} of {len(found)} requests"
+        how = f"{load}; {clock}; steady state: {len(kept)} of {len(found)} requests"
         evidence = {"p99_ms": one.value, "loads": [load]}
         name = f"p99_{metric}"
         if one.value is None or one.interval is None:
@@ -147,6 +168,7 @@ def _tails(
                     n_unit="requests",
                     how=how,
                     evidence=evidence,
+                    records=records,
                 )
             )
             continue
@@ -154,11 +176,29 @@ def _tails(
             name=name, what=what, measured=one.value, interval=one.interval, bound=bound, sense="at most",
             n=one.n, n_unit="requests", unit="ms", how=how, warnings=(doubt,) if doubt else (),
             evidence=evidence,
+            records=records,
         )  # fmt: skip
         if doubt and check.verdict is Verdict.PASS:
             check = replace(check, verdict=Verdict.INCONCLUSIVE)
         checks.append(check)
     return checks
+
+
+def with_load_gates(report: Report, gates: Gates) -> Report:
+    """A report on two endpoints with the recipe's gates on their load: tails from the requests of url; what
+    no client can show of a server is skipped, which is not passed."""
+    found = next((check for check in report.checks if check.name == "latency_url"), None)
+    bounds = {key: getattr(gates, key) for key in LOAD_GATES}
+    checks: list[Check] = []
+    if found is not None and found.records is not None:
+        arguments = found.records.arguments
+        given = {key: arguments[key] for key in ("load", "concurrency", "rate_per_s")}
+        checks += judge_tails(found.records.tables["requests"], **given, gates=bounds, clock="client's clock")
+    for name, key in (("throughput", "min_tokens_per_s"), ("speedup_under_load", "min_speedup_under_load")):
+        if bounds[key] is not None:
+            reason = f"gates.{key} is about an engine in this process: trtspec verify ENGINE"
+            checks.append(skipped(name, reason, True))
+    return replace(report, checks=(*report.checks, *checks))
 
 
 def _throughput(
