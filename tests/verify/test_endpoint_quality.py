@@ -146,6 +146,24 @@ def test_a_server_that_dies_keeps_what_was_scored_and_passes_nothing(tmp_path):
     assert report.exit_code == 4
 
 
+@pytest.mark.parametrize("mine", ["openai", "llmapi"])
+def test_chats_go_as_messages_or_as_text(mine, tmp_path):
+    rows = [
+        {"kind": "exact", "answer": "elm", "extract": r"^ (\w+)", "max_new_tokens": 2}
+        | {"messages": [{"role": "system", "content": "Obey."}, {"role": "user", "content": f"{n} say elm"}]}
+        for n in range(80)
+    ]
+    tasks = write_jsonl(tmp_path / "chats.jsonl", rows)
+    chatting = Fake(step_s=0.0, refuse=("prompt",)) if mine == "openai" else Fake(step_s=0.0)
+    plan = plan_quality(
+        Settings(tasks=(tasks,)), Gates(max_task_loss=MARGIN, max_perplexity_ratio=None), None
+    )
+    with serving(Fake(mine, step_s=0.0), chatting) as urls:
+        report = verify_endpoints(*map(connect, urls), CHATS, SMALL, quality=plan)
+    (check,) = (one for one in report.checks if one.name == "task:chats")
+    assert (check.verdict, check.n) == (Verdict.PASS, 80), check.summary
+
+
 def test_a_server_that_gets_stuck_is_caught_without_a_gate(tmp_path):
     rows = [
         {"kind": "exact", "prompt": f"{n} say elm", "answer": "elm", "extract": r"^ (\w+)"} for n in range(40)
