@@ -57,6 +57,8 @@ def test_every_cell_ran_or_says_why_and_is_judged_again(measured):
     assert [name for name in checks if name.startswith("cell")] == [f"cell BF16 {one}" for one in DRAFTERS]
     assert checks["cell BF16 ngram"].required  # the recipe's own
     assert checks["cell BF16 ngram"].evidence["lossless"]["different"] == 0
+    assert {"acceptance_rate", "acceptance_length"} <= set(checks["cell BF16 ngram"].evidence)
+    assert "alpha-without-tau" in checks["matrix"].evidence["pitfalls"]
     for name in ("draft_model", "medusa", "eagle"):
         assert checks[f"cell BF16 {name}"].verdict is Verdict.SKIPPED
         assert "--" in checks[f"cell BF16 {name}"].summary

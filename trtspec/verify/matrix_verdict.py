@@ -172,9 +172,12 @@ def _cell(
             over="no_speculation",
             bound=arguments["min_speedup"],
         )
-        evidence["acceptance_length"] = acceptance_length(
-            [one[0].answers[0] for one in result.runs[contender]]
-        )
+        timed = [one[0].answers[0] for one in result.runs[contender]]
+        evidence["acceptance_length"] = length = acceptance_length(timed)
+        offered = sum(one.drafted for one in timed)
+        if offered:
+            evidence["acceptance_rate"] = rate = sum(one.accepted for one in timed) / offered
+            parts.append(f"{rate:.1%} of the drafts accepted, {length:.2f} tokens a step")
         evidence["speedup"] = speed.measured
         verdicts.append(speed.verdict)
         low, high = speed.interval or (float("nan"), float("nan"))
@@ -233,7 +236,11 @@ def _whole(
     evidence = {
         "matrix": {"rows": list(formats), "columns": list(DRAFTERS), "cells": [list(row) for row in table]},
         # Every race holds the same weights without drafts and BF16, in turn.
-        "pitfalls": ["wrong-baseline", *(["untested-together"] if together else [])] if ran else [],
+        "pitfalls": [
+            *(["wrong-baseline"] if ran else []),
+            *(["alpha-without-tau"] if any("acceptance_rate" in one.evidence for one in ran) else []),
+            *(["untested-together"] if ran and together else []),
+        ],
     }
     return Check("matrix", verdict, text, required=True, n=len(ran), n_unit="cells", evidence=evidence)
 
