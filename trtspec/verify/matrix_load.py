@@ -307,7 +307,7 @@ def judge_loads(
         warnings.append(f"slower than {over} in {len(losing)} loads: {'; '.join(losing[:8])}")
     if refused:
         warnings.append(f"{len(refused)} loads refused as evidence: {refused[0]}")
-    by_kind = [
+    by_kind: list[dict[str, Any]] = [
         {"load": kind, "speedup": value, "low": ends[0], "high": ends[1]}
         for kind, sides in kinds.items()
         for value, ends in [times_faster(sides[name], sides[over])]
