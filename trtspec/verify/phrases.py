@@ -46,6 +46,9 @@ def told(report: Report, lang: Lang) -> Report:
 
 def _labels(evidence: dict[str, Any]) -> dict[str, Any]:
     """``evidence`` with the names of loads, which plots show, in Chinese."""
+    loads = evidence.get("loads")
+    if isinstance(loads, list):
+        evidence = {**evidence, "loads": [in_chinese(str(one)) for one in loads]}
     listed = evidence.get("by_load")
     if not isinstance(listed, list):
         return evidence

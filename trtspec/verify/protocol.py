@@ -160,6 +160,8 @@ def verify(
         )
         seconds *= 1 + len(sampled) * settings.samples / (4 * len(prompts))
         say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
+        if served is not None:
+            say(f"that is without {len(served.requests)} requests of each side under load ({served.told})")
         checks, answers, theirs = _measure(
             built, pair, engines, prompts, texts, tokenizer, settings, proof, own_proof, on_progress
         )
