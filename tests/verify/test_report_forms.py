@@ -259,6 +259,11 @@ def test_every_text_that_is_said_exists_and_every_text_is_said():
         assert f"pitfall.{one}" in i18n.TEXTS
 
 
+@pytest.mark.parametrize("name", ["goodput", "task", "latency_", "nobody.knows"])
+def test_a_check_of_any_name_is_shown(name):
+    assert name in render.terminal(made_report(Check(name, Verdict.PASS, "x", True)), lang="zh")
+
+
 def test_numbers_and_evidence_are_the_same_in_both_languages():
     def numbers(text: str) -> list[str]:
         return sorted(re.findall(r"\d+\.\d+", text))
