@@ -631,7 +631,7 @@ def _one_load(recipe: Recipe) -> Iterator[Finding]:
     if load.rate_per_s is not None and recipe.gates.min_speedup_under_load is not None:
         yield (
             ("gates", "min_speedup_under_load"),
-            "needs a closed loop: at a given rate throughput is that rate on both sides; use load.concurrency",
+            "needs a closed loop: at a given rate both sides' throughput is that rate; use load.concurrency",
         )
     if load.concurrency is not None or load.rate_per_s is not None:
         return
