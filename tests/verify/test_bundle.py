@@ -152,6 +152,10 @@ def a_step_more(folder: Path) -> None:
     edit_row(table(folder, "lossless", "reference"), 0, lambda row: row["emitted"].append(1))
 
 
+def another_prompt(folder: Path) -> None:
+    edit_row(table(folder, "lossless", "prompts"), 0, lambda row: row.update(id="another"))
+
+
 def a_row_less(folder: Path) -> None:
     path = table(folder, "acceptance", "requests")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
@@ -206,8 +210,8 @@ def the_recipe(folder: Path) -> None:
 
 
 TAMPERINGS = [
-    a_token, a_gap, a_count, a_time, a_token_nobody_counts, a_step_more, a_row_less, no_json, another_type,
-    a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate, the_recipe,
+    a_token, a_gap, a_count, a_time, a_token_nobody_counts, a_step_more, another_prompt, a_row_less, no_json,
+    another_type, a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate, the_recipe,
 ]  # fmt: skip
 
 

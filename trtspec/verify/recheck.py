@@ -218,6 +218,12 @@ def _books(bundle: Bundle) -> list[str]:
                 for row in rows
                 if not _adds_up(row)
             ]
+        asked, answered = (
+            [row.get(key) for row in records.tables.get(table, ())]
+            for table, key in (("prompts", "id"), ("reference", "request_id"))
+        )
+        if records.judge == "lossless" and asked != answered:
+            problems.append(f"{', '.join(judged.checks)}: prompts: not those that reference answers")
     for group in _SAME:
         there = [(place, found[place]) for place in group if place in found]
         for (left, rows), (right, others) in itertools.pairwise(there):
@@ -243,7 +249,7 @@ def _adds_up(row: Row) -> bool:
         return (
             sum(emitted) == len(tokens)
             and sum(drafted) <= row["drafted"]
-            and sum(accepted) <= row["accepted"]
+            and (not steps or sum(accepted) == row["accepted"])
             and all(kept <= offered and count <= kept + 1 for count, offered, kept in steps)
         )
     except (TypeError, ValueError, KeyError):
