@@ -211,7 +211,8 @@ def the_recipe(folder: Path) -> None:
 
 TAMPERINGS = [
     a_token, a_gap, a_count, a_time, a_token_nobody_counts, a_step_more, another_prompt, a_row_less, no_json,
-    another_type, a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate, the_recipe,
+    another_type, a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate,
+    the_recipe,
 ]  # fmt: skip
 
 
