@@ -1,7 +1,7 @@
 """The fixed texts of a report's renderings, in English and Chinese.
 
-Numbers, names and what checks say of themselves (summaries, evidence, details, notes) stand in the report and
-are shown as they are, in either language. A key that is not here is a bug: KeyError. Justified length: one
+Numbers and names stand in the report and are shown as they are; what checks say of themselves (summaries,
+evidence, details, notes) has its Chinese in ``phrases``. A key that is not here is a bug: KeyError. Justified length: one
 table, two lines a text, nothing else.
 """
 
