@@ -1,8 +1,8 @@
 """The fixed texts of a report's renderings, in English and Chinese.
 
 Numbers and names stand in the report and are shown as they are; what checks say of themselves (summaries,
-evidence, details, notes) has its Chinese in ``phrases``. A key that is not here is a bug: KeyError. Justified length: one
-table, two lines a text, nothing else.
+evidence, details, notes) has its Chinese in ``phrases``. A key that is not here is a bug: KeyError.
+Justified length: one table, two lines a text, nothing else.
 """
 
 from __future__ import annotations
