@@ -81,6 +81,16 @@ def counter(on_progress: Callable[[int, int], None], total: int) -> Callable[[],
     return advance
 
 
+def shared_start(sequences: Sequence[Sequence[object]]) -> int:
+    """How many first items all ``sequences`` share."""
+    count = 0
+    for column in zip(*sequences, strict=False):
+        if any(one != column[0] for one in column[1:]):
+            break
+        count += 1
+    return count
+
+
 def max_draft(speculation: Speculation) -> int | None:
     """The most tokens one step may draft for a sequence; None when this is not known from the recipe."""
     match speculation:

@@ -136,7 +136,7 @@ def test_a_sleep_in_the_baseline_touches_its_own_clock_only_and_is_no_speedup(ti
         for side in sides
     }
     assert tpot["recipe"] < DELAY_S < tpot["no_speculation"]
-    checks = {check.name: check for check in judge_driven([driven], plan, recipe, interleaved=True)}
+    checks = {check.name: check for check in judge_driven(driven, plan, recipe)}
     assert checks["speedup_under_load"].verdict is Verdict.ERROR
     assert "can give" in checks["speedup_under_load"].summary
 

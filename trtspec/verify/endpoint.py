@@ -165,7 +165,7 @@ def learn(endpoint: Endpoint, chat: Chat) -> Endpoint:
         reply = ask(tried, chat, max_tokens=4, clock=clock)
         if not reply.timed.error:
             return tried
-        if not reply.timed.error.startswith(("HTTP 400", "HTTP 422")):
+        if not is_refused(reply.timed.error):
             break
     raise MissingError(f"{endpoint.url}: {reply.timed.error}")
 
@@ -288,6 +288,25 @@ def ask(
         state.prompt_tokens,
         state.prompt_token_ids,
     )
+
+
+def is_refused(error: str) -> bool:
+    """Whether a reply's ``error`` is a server's refusal of what was asked, which may take less."""
+    return error.startswith(("HTTP 400", "HTTP 422"))
+
+
+def reply_fields(reply: Reply) -> dict[str, Any]:
+    """Of a reply, what it said, as JSON values."""
+    return {
+        "seconds": reply.timed.ended_s - reply.timed.sent_s,
+        "tokens": reply.timed.tokens,
+        "error": reply.timed.error,
+        "text": reply.text,
+        "token_ids": None if reply.token_ids is None else list(reply.token_ids),
+        "finish_reason": reply.finish_reason,
+        "drafted": reply.drafted,
+        "accepted": reply.accepted,
+    }
 
 
 def lost(reply: Reply) -> str:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trtspec.ruler import shared_start
 from trtspec.stats import Interval, ratio_of_sums
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.load import DEFINITION
@@ -274,17 +275,7 @@ def _prompt_tokens(rows: Sequence[Row]) -> list[list[int]]:
     prompts = list(found.values())
     if len(prompts) < 2:
         return prompts
-    start = _common(prompts)
+    start = shared_start(prompts)
     cut = [prompt[start:] for prompt in prompts]
-    end = _common([prompt[::-1] for prompt in cut])
+    end = shared_start([prompt[::-1] for prompt in cut])
     return [prompt[: len(prompt) - end] for prompt in cut]
-
-
-def _common(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all share."""
-    count = 0
-    for column in zip(*prompts, strict=False):
-        if len(set(column)) > 1:
-            break
-        count += 1
-    return count

@@ -12,14 +12,15 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_now
 from trtspec.prompts import PROMPTS_FILE, Chat
-from trtspec.ruler import OnProgress
+from trtspec.ruler import OnProgress, stage_of
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
 from trtspec.verify.arrivals import closed_loop, giving_up, open_loop, poisson_times
-from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, lost, not_asked
+from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, lost, not_asked, reply_fields
 from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
 from trtspec.verify.endpoint_margins import margin_rows
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
@@ -121,13 +122,8 @@ def verify_endpoints(
         for side, one in endpoints.items():  # its tokens are not among the rows
             counters[side].append(draft_counters(one))
     for side in reversed(SIDES):
-        stage = f"load, {load}: {side}"
-
-        def progress(done: int, total: int, stage: str = stage) -> None:
-            on_progress(stage, done, total)
-
+        progress = stage_of(on_progress, f"load, {load}: {side}")
         if aiperf is not None:
-            progress(0, 0)
             driven[side] = drive(
                 aiperf,
                 endpoints[side],
@@ -151,12 +147,9 @@ def verify_endpoints(
             counters[side].append(draft_counters(one))
     asked_quality: list[Check] = []
     if quality is not None:
-
-        def staged(name: str) -> Callable[[int, int], None]:
-            return lambda done, total: on_progress(name, done, total)
-
+        stage = partial(stage_of, on_progress)
         asked_quality = check_endpoint_quality(
-            quality, endpoints, rows, concurrency=settings.concurrency, stage=staged
+            quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
         )
     honoured = [_parameters(endpoints, chats, settings, on_progress)] if settings.parameters else []
     sampled = _sampled(endpoints, chats, settings, on_progress)
@@ -251,7 +244,7 @@ def _parameters(
         chats,
         acceptance=settings.acceptance,
         drafted=_drafted(endpoints["url"]),
-        on_progress=lambda done, total: on_progress("sampling_parameters: both sides", done, total),
+        on_progress=stage_of(on_progress, "sampling_parameters: both sides"),
     )
 
 
@@ -279,7 +272,7 @@ def _sampled(
                 temperature=settings.draws.temperature,
                 max_tokens=settings.max_new_tokens,
                 concurrency=settings.concurrency,
-                on_progress=lambda done, total: on_progress("approximate: sampled answers", done, total),
+                on_progress=stage_of(on_progress, "approximate: sampled answers"),
             ),
         ]
     found = check_sampled(
@@ -288,7 +281,7 @@ def _sampled(
         settings.draws,
         concurrency=settings.concurrency,
         drafted=_drafted(endpoints["url"]),
-        on_progress=lambda done, total: on_progress("sampled: url, baseline, control", done, total),
+        on_progress=stage_of(on_progress, "sampled: url, baseline, control"),
     )
     return [found]
 
@@ -307,15 +300,8 @@ def reply_row(reply: Reply, side: str, at: str, number: int) -> dict[str, Any]:
         "at": at,
         "round": number,
         "request_id": reply.timed.request_id,
-        "seconds": reply.timed.ended_s - reply.timed.sent_s,
+        **reply_fields(reply),
         "pieces": len(reply.timed.arrivals_s),
-        "tokens": reply.timed.tokens,
-        "error": reply.timed.error,
-        "text": reply.text,
-        "token_ids": None if reply.token_ids is None else list(reply.token_ids),
-        "finish_reason": reply.finish_reason,
-        "drafted": reply.drafted,
-        "accepted": reply.accepted,
         "tokens_per_step": reply.tokens_per_step,
         "emitted": None if reply.emitted is None else list(reply.emitted),
         "prompt_tokens": reply.prompt_tokens,

@@ -18,8 +18,9 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from trtspec.prompts import Chat
+from trtspec.ruler import shared_start
 from trtspec.stats import scipy
-from trtspec.verify.endpoint import GREEDY, Endpoint, SamplingParams, ask, takes
+from trtspec.verify.endpoint import GREEDY, Endpoint, SamplingParams, ask, is_refused, takes
 from trtspec.verify.endpoint_sampled import answer_fields, pieces
 from trtspec.verify.endpoint_verdict import PARAMETERS_ALPHA
 from trtspec.verify.gates import Check, Verdict
@@ -113,7 +114,7 @@ def _questions(endpoint: Endpoint, chats: Sequence[Chat]) -> Generator[_Question
             continue
         for chat in chats:
             row = yield name, chat, params if seeded else replace(params, seed=None), _TOKENS
-            if name == "seed" and row is not None and _refused(row):
+            if name == "seed" and row is not None and is_refused(row["error"]):
                 seeded = False  # asked once, and left out of all else
             if name != "greedy" or row is None:
                 continue
@@ -127,15 +128,11 @@ def _questions(endpoint: Endpoint, chats: Sequence[Chat]) -> Generator[_Question
         yield "n", chats[0], SamplingParams(1.0, seed=21 if seeded else None, n=2), _TOKENS
 
 
-def _refused(row: Row) -> bool:
-    return bool(row["error"].startswith(("HTTP 400", "HTTP 422")))
-
-
 def _gone(rows: Sequence[Row]) -> Row | None:
     """The first of the failed requests with which a side ended, if there are two: its server died."""
     end = []
     for row in reversed(rows):
-        if row["side"] != rows[-1]["side"] or not row["error"] or _refused(row):
+        if row["side"] != rows[-1]["side"] or not row["error"] or is_refused(row["error"]):
             break
         end.append(row)
     return end[-1] if len(end) > 1 else None
@@ -278,11 +275,7 @@ class _Side:
                 mine, theirs = (
                     list(one["token_ids"]) if by_ids else pieces(one["text"]) for one in (row, whole)
                 )
-                same = next(
-                    (at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-                    min(len(mine), len(theirs)),
-                )
-                followed += same
+                followed += shared_start((mine, theirs))
                 parted += mine != theirs
         return followed, parted
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,23 +22,21 @@ from typing import TypeVar
 from trtspec.artifact import file_sha256
 from trtspec.prompts import HELDOUT_FILE, Chat, load_texts, read_texts
 from trtspec.recipe import Gates
-from trtspec.ruler import counter
 from trtspec.text import Tokenizer
 from trtspec.verify import quality
-from trtspec.verify.arrivals import closed_loop
+from trtspec.verify.arrivals import closed_loop, giving_up
 from trtspec.verify.degenerate import degeneration, judge_degenerate, pieces
 from trtspec.verify.endpoint import Endpoint, Reply, ask
 from trtspec.verify.endpoint_harness import harness_at, known_tasks
 from trtspec.verify.endpoint_verdict import SIDES, answers_of
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.http_stream import Refused, Silent
-from trtspec.verify.judge import judge_command
 from trtspec.verify.prompt_scores import choose, prompt_scores, scored_texts, why_no_scores
-from trtspec.verify.records import Records, Row
+from trtspec.verify.records import Row
 from trtspec.verify.retrieval import Haystack, haystacks, judge_retrieval
 from trtspec.verify.sandbox import isolated
 from trtspec.verify.settings import Settings
-from trtspec.verify.suite import Stage, judge_task, read_items
+from trtspec.verify.suite import Stage, harness_rows, item_row, judge_task, read_items
 from trtspec.verify.tasks import Grader, Item, Scored, cut, task_files
 
 OVER = "the baseline endpoint"
@@ -86,8 +83,6 @@ def plan_quality(settings: Settings, gates: Gates, tokenizer_folder: Path | None
     """Read everything that ``settings`` and ``gates`` ask for. Raises InputError with every bad line,
     MissingError without lm-evaluation-harness where it is asked for, or without the judge."""
     tokenizer = None if tokenizer_folder is None else Tokenizer.load(tokenizer_folder)
-    if settings.judge is not None:
-        judge_command(settings.judge)
     if settings.lm_eval:
         known_tasks(settings.lm_eval, settings.lm_eval_path)
     items = read_items(settings, gates, tokenizer, None)
@@ -201,35 +196,33 @@ def _clock() -> float:
 
 
 def _every(
-    both: _Both, count: int, one: Callable[[str, int], _Answer], advance: Callable[[], None]
+    both: _Both, count: int, one: Callable[[str, int], _Answer], on_progress: Callable[[int, int], None]
 ) -> dict[str, list[_Answer | str]]:
     """``one(side, i)`` for both sides and each i, so many at a time; instead of an answer the reason why
     there is none. Sides take turns, so that what a server answered before it died has its pair."""
-    lock = threading.Lock()
-    silent = dict.fromkeys(SIDES, 0)
-    last = dict.fromkeys(SIDES, "")
 
-    def send(number: int, due: float | None) -> _Answer | str:
-        side = SIDES[number % 2]
-        with lock:
-            dead = silent[side] >= PATIENCE
-        if dead:
-            return f"{side}: not asked: {silent[side]} requests in a row failed before ({last[side]})"
-        found: _Answer | str
-        try:
-            found = one(side, number // 2)
-            refused = ""
-        except (Silent, Refused) as error:
-            found = refused = f"{side}: {error}"
-        with lock:
-            # A request that is refused for what it asks is no dead server.
-            dead = bool(refused) and not re.search(r": HTTP 4(00|04|13|22)\b", refused)
-            silent[side], last[side] = (silent[side] + 1, refused) if dead else (0, "")
-            advance()
-        return found
+    def asker(side: str) -> Callable[[int, float | None], _Answer | str]:
+        def send(number: int, due: float | None) -> _Answer | str:
+            try:
+                return one(side, number // 2)
+            except (Silent, Refused) as error:
+                return f"{side}: {error}"
 
-    found = closed_loop(send, 2 * count, both.concurrency)
+        def unasked(number: int, due: float | None, why: str) -> _Answer | str:
+            return f"{side}: not asked: {PATIENCE} requests in a row failed before ({why})"
+
+        return giving_up(send, _dead, unasked, PATIENCE)
+
+    ask_side = [asker(side) for side in SIDES]
+    found = closed_loop(
+        lambda number, due: ask_side[number % 2](number, due), 2 * count, both.concurrency, on_progress
+    )
     return {side: found[start::2] for start, side in enumerate(SIDES)}
+
+
+def _dead(found: object) -> str:
+    """Why there was no answer, "" if there was, or if the request was refused for what it asks."""
+    return found if isinstance(found, str) and not re.search(r": HTTP 4(00|04|13|22)\b", found) else ""
 
 
 def _answer(endpoint: Endpoint, name: str, text: str, max_tokens: int) -> Reply:
@@ -250,28 +243,15 @@ def _perplexity(both: _Both) -> Check:
     plan, bound = both.plan, both.plan.gates.max_perplexity_ratio
     if both.no_scores:
         return skipped("quality", f"no perplexity: {both.no_scores}", bound is not None)
-    advance = counter(both.stage("quality: perplexity of held-out texts"), 2 * len(plan.texts))
     found = _every(
         both,
         len(plan.texts),
         lambda side, number: prompt_scores(both.sides[side].endpoint, plan.texts[number]),
-        advance,
+        both.stage("quality: perplexity of held-out texts"),
     )
     tokens, unscored = scored_texts(found["url"], found["baseline"])
-    arguments = {"bound": bound, "source": f"{plan.source}, as prompts (echo, logprobs)", "over": OVER}
-    records = Records("quality", {**arguments, "unscored": unscored}, {"tokens": tokens})
-    texts: list[list[Row]] = []
-    for row in tokens:
-        if row["text"] == len(texts):
-            texts.append([])
-        texts[-1].append(row)
-    check = quality.judge(
-        *([[row[side] for row in text] for text in texts] for side in ("target", "baseline")),
-        agreements=sum(row["same_top"] for row in tokens),
-        unscored=unscored,
-        **arguments,  # type: ignore[arg-type]
-    )
-    return replace(check, records=records)
+    source = f"{plan.source}, as prompts (echo, logprobs)"
+    return quality.judge_rows(tokens, bound=bound, source=source, over=OVER, unscored=unscored)
 
 
 # --------------------------------------------------------------------------- tasks of files
@@ -284,29 +264,21 @@ def _tasks(both: _Both) -> tuple[list[Check], list[Row]]:
         return [], []
     reasons = [_cannot(both, item) for item in plan.items]
     items = [item for item, reason in zip(plan.items, reasons, strict=True) if not reason]
-    advance = counter(both.stage("tasks: answers that can be checked"), 2 * len(items))
     answered = {}
-    found = _every(both, len(items), _one_item(both, items), advance)
+    stage = both.stage("tasks: answers that can be checked")
+    found = _every(both, len(items), _one_item(both, items), stage)
     for side in SIDES:
         grader = Grader(plan.settings.judge)
         answered[side] = [_graded(grader, *pair) for pair in zip(items, found[side], strict=True)]
     rows: list[Row] = []
     written: list[Row] = []
     for item, (mine, text), (theirs, other) in zip(items, answered["url"], answered["baseline"], strict=True):
-        row: dict[str, object] = {"task": item.task, "id": item.id, "kind": item.kind}
-        faults = _faults(text, other)
-        for name, scored, fault in (("target", mine, faults[0]), ("baseline", theirs, faults[1])):
-            row |= {
-                name: scored.value,
-                f"{name}_error": scored.error,
-                f"{name}_why": scored.why,
-                f"{name}_output": scored.output if item.kind != "choice" else None,
-                f"{name}_logprobs": list(scored.logprobs) if item.kind == "choice" else None,
-                f"{name}_degenerate": fault,
-            }
-        rows.append(row)
+        faults: Row = {"target": "", "baseline": ""}
         if text is not None and other is not None:
-            written.append(_written(f"task {item.task}", item.id, text, other))
+            faults = _written(f"task {item.task}", item.id, text, other)
+            written.append(faults)
+        told = {f"{side}_degenerate": faults[side] for side in ("target", "baseline")}
+        rows.append({**item_row(item, mine, theirs), **told})
     checks = []
     for task in dict.fromkeys(item.task for item in plan.items):
         why = [reason for item, reason in zip(plan.items, reasons, strict=True) if item.task == task]
@@ -377,7 +349,7 @@ def _harness(both: _Both) -> list[Check]:
     for task in plan.settings.lm_eval:
         found = {}
         for side, one in both.sides.items():
-            both.stage(f"lm-evaluation-harness: {task}: {side}")(0, 0)
+            both.stage(f"lm-evaluation-harness: {task}: {side}")
             found[side] = harness_at(
                 one.endpoint,
                 task,
@@ -394,23 +366,10 @@ def _harness(both: _Both) -> list[Check]:
             continue
         rows: dict[str, list[Row]] = {}
         failed = next((f"{side}: {one.error}" for side, one in found.items() if one.error), "")
-        pairs = {(one.task, one.id): one for one in theirs.items}
-        for item in mine.items:
-            pair = pairs.get((item.task, item.id))
-            rows.setdefault(item.task, []).append(
-                {
-                    "task": item.task,
-                    "id": item.id,
-                    "kind": "lm-eval",
-                    "metric": item.metric,
-                    "target": item.value,
-                    "target_why": "",
-                    "target_output": item.output or None,
-                    "baseline": math.nan if pair is None else pair.value,
-                    "baseline_output": None if pair is None else pair.output or None,
-                    "baseline_error": failed if pair is None else "",
-                }
-            )
+        there = {(item.task, item.id) for item in theirs.items}
+        for row in harness_rows(mine.items, theirs.items, frozenset()):
+            error = "" if (row["task"], row["id"]) in there else failed
+            rows.setdefault(row["task"], []).append({**row, "baseline_error": error})
         if not rows:
             empty = {"task": task, "id": "all", "kind": "lm-eval", "metric": "", "target_error": failed}
             rows[task] = [{**empty, "target": math.nan, "baseline": math.nan, "target_why": ""}]
@@ -423,7 +382,6 @@ def _harness(both: _Both) -> list[Check]:
 
 def _retrieval(both: _Both) -> Check:
     plan = both.plan
-    advance = counter(both.stage("retrieval: numbers hidden in long prompts"), 2 * len(plan.hay))
 
     def one(side: str, number: int) -> Reply:
         end = replace(both.sides[side].endpoint, raw=both.continues)
@@ -431,7 +389,7 @@ def _retrieval(both: _Both) -> Check:
         text = hay.text if both.continues else hay.question
         return _answer(end, hay.id, text, NUMBER_TOKENS if both.continues else 4 * NUMBER_TOKENS)
 
-    found = _every(both, len(plan.hay), one, advance)
+    found = _every(both, len(plan.hay), one, both.stage("retrieval: numbers hidden in long prompts"))
     rows: list[Row] = []
     for hay, mine, theirs in zip(plan.hay, found["url"], found["baseline"], strict=True):
         row: dict[str, object] = {
@@ -485,10 +443,3 @@ def _pair(stage: str, name: str, mine: _Text, theirs: _Text) -> Row:
         "baseline": faults[1],
         "tokens": list(tokens[0]),
     }
-
-
-def _faults(mine: Reply | None, theirs: Reply | None) -> tuple[str, str]:
-    if mine is None or theirs is None:
-        return "", ""
-    row = _written("", "", mine, theirs)
-    return str(row["target"]), str(row["baseline"])

@@ -28,7 +28,7 @@ from trtspec.ruler import Answer
 from trtspec.verify.approximate import MIN_PROMPTS, REPETITION_MARGIN, Sampled, repetition_over
 from trtspec.verify.arrivals import closed_loop
 from trtspec.verify.blackbox import FIRST_TOKENS, beginnings, found_bias, judge_blackbox, planned_answers
-from trtspec.verify.endpoint import Endpoint, Reply, SamplingParams, ask, takes
+from trtspec.verify.endpoint import Endpoint, Reply, SamplingParams, ask, is_refused, reply_fields, takes
 from trtspec.verify.endpoint_verdict import ALPHA
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.power import LOOKS
@@ -135,7 +135,7 @@ def check_sampled(
     draws = _Draws(endpoints, chats, settings.temperature, concurrency, seeded)
     for side in endpoints:
         reply = draws.one(side, (_PILOT, 0, 0))
-        if seeded[side] and reply["error"].startswith(("HTTP 400", "HTTP 422")):
+        if seeded[side] and is_refused(reply["error"]):
             seeded[side] = False  # what is refused is perhaps the seed
             reply = draws.one(side, (_PILOT, 0, 0))
         if reply["error"]:
@@ -188,18 +188,8 @@ def _pace(draws: _Draws) -> float:
 
 
 def answer_fields(reply: Reply) -> dict[str, Any]:
-    """Of a reply, what it said, as JSON values."""
-    return {
-        "seconds": reply.timed.ended_s - reply.timed.sent_s,
-        "tokens": reply.timed.tokens,
-        "error": reply.timed.error,
-        "text": reply.text,
-        "token_ids": None if reply.token_ids is None else list(reply.token_ids),
-        "finish_reason": reply.finish_reason,
-        "drafted": reply.drafted,
-        "accepted": reply.accepted,
-        "answers": reply.answers,
-    }
+    """Of a reply to a sampled request, what it said, as JSON values."""
+    return {**reply_fields(reply), "answers": reply.answers}
 
 
 def _gone(rows: Sequence[Row]) -> bool:

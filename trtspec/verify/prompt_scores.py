@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from trtspec.ruler import shared_start
 from trtspec.verify.endpoint import Endpoint
 from trtspec.verify.http_stream import Refused, Silent, exchange, json_value, opened, refused
 from trtspec.verify.records import Row
@@ -129,11 +130,7 @@ def choose(item: Item, score: Callable[[str | Sequence[int]], PromptScores]) -> 
 def first_scored(choices: Sequence[Sequence[str]], prompt: str) -> int:
     """The first token that belongs to a choice, or to the prompt where a choice changes how that is split:
     for all choices the same one."""
-    shared = 0
-    for tokens in zip(*choices, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        shared += 1
+    shared = shared_start(choices)
     spelled = ""
     for number, token in enumerate(choices[0][:shared]):
         spelled += token

@@ -6,9 +6,11 @@ texts themselves are like cancels out. The interval resamples whole texts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trtspec.engine import Engine
 from trtspec.stats import mean_difference_ratio
@@ -28,17 +30,23 @@ def check_quality(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Check:
     """Perplexity ratio of ``target`` over ``baseline`` on ``texts`` (token ids), gated by its upper end."""
-    rows = compare_laws(target, baseline, texts, on_progress=on_progress)
-    by_text: list[list[Row]] = [[] for _ in texts]
-    for row in rows:
-        by_text[row["text"]].append(row)
-    check = judge(
-        *([[row[side] for row in text] for text in by_text] for side in ("target", "baseline")),
-        bound=bound,
-        source=source,
-        agreements=sum(row["same_top"] for row in rows),
+    return judge_rows(
+        compare_laws(target, baseline, texts, on_progress=on_progress), bound=bound, source=source
     )
-    return replace(check, records=Records("quality", {"bound": bound, "source": source}, {"tokens": rows}))
+
+
+def judge_rows(rows: Sequence[Row], **arguments: Any) -> Check:
+    """:func:`judge` over a row for each token, text after text (``text, target, baseline, same_top``), and
+    its ``arguments``; with the records that give this verdict again."""
+    sides = [
+        [
+            [math.nan if row[side] is None else row[side] for row in text]
+            for _, text in itertools.groupby(rows, lambda row: row["text"])
+        ]
+        for side in ("target", "baseline")
+    ]
+    check = judge(*sides, agreements=sum(row["same_top"] for row in rows), **arguments)
+    return replace(check, records=Records("quality", arguments, {"tokens": rows}))
 
 
 def judge(

@@ -352,7 +352,7 @@ def rejudge(records: Records) -> list[Check]:
         case "lossless":
             return [_lossless(arguments, tables)]
         case "quality":
-            return [_quality(arguments, tables["tokens"])]
+            return [quality.judge_rows(tables["tokens"], **arguments)]
         case "divergence":
             return judge_divergence(tables["tokens"], **arguments)
         case "degenerate":
@@ -450,19 +450,6 @@ def _lossless(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]])
         here, exact = (answers_from(tables[name]) for name in ("other", "float64"))
         check = load.compare_acceptance(check, here, exact, required=arguments["compare_required"])
     return check
-
-
-def _quality(arguments: Mapping[str, Any], rows: Sequence[Row]) -> Check:
-    target: list[list[float]] = []
-    baseline: list[list[float]] = []
-    for row in rows:
-        if row["text"] == len(target):
-            target.append([])
-            baseline.append([])
-        for side, name in ((target, "target"), (baseline, "baseline")):
-            side[row["text"]].append(math.nan if row[name] is None else row[name])
-    agreements = sum(row["same_top"] for row in rows)
-    return quality.judge(target, baseline, agreements=agreements, **arguments)
 
 
 def _gpu_same(arguments: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> Check:

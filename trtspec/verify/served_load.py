@@ -247,27 +247,23 @@ def check_served(
         if engine not in list(sides.values())[:number]
     }
     stage = f"latency: {plan.told}, {', '.join(sides)} in turn"
-    driven = drive(sides, plan, stage_of(on_progress, stage))
-    return judge_driven([driven], plan, recipe, interleaved=True)
+    return judge_driven(drive(sides, plan, stage_of(on_progress, stage)), plan, recipe)
 
 
-def judge_driven(
-    driven: Sequence[Driven], plan: ServedPlan, recipe: Recipe, *, interleaved: bool
-) -> list[Check]:
-    """The checks on what was measured in one go (``interleaved``), or side by side one after another."""
+def judge_driven(driven: Driven, plan: ServedPlan, recipe: Recipe) -> list[Check]:
+    """The checks on what was measured."""
     gates = recipe.gates
     return judge_served(
-        [row for one in driven for row in one.requests],
-        [row for one in driven for row in one.slices],
+        driven.requests,
+        driven.slices,
         load=plan.told,
         concurrency=plan.concurrency,
         rate_per_s=plan.rate_per_s,
         slo=dict(plan.slo),
         gates={key: getattr(gates, key) for key in LOAD_GATES},
-        counters={side: counted for one in driven for side, counted in one.counters.items()},
-        problems=[problem for one in driven for problem in one.problems],
+        counters=driven.counters,
+        problems=driven.problems,
         speculates=recipe.speculation.kind != "none",
-        interleaved=interleaved,
     )
 
 

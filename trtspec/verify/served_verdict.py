@@ -29,7 +29,7 @@ SLICE_STEPS = 8
 _MOST_BLOCKS, _FEWEST_BLOCKS = 20, 6
 _NONE: Interval = (-math.inf, math.inf)
 CLOCK = "in process, sides in turn, each on a clock of its own that stands while others run"
-NOT_IN_IT = "HTTP, tokenizing and text are not in it"
+_CLOCK = f"{CLOCK}; HTTP, tokenizing and text are not in it"
 
 
 def judge_served(
@@ -44,7 +44,6 @@ def judge_served(
     counters: Mapping[str, Mapping[str, Any]],
     problems: Sequence[str],
     speculates: bool,
-    interleaved: bool,
 ) -> list[Check]:
     """Latency and goodput of each side, throughput, and the gates on the recipe's, from the rows of
     :func:`trtspec.verify.served_load.drive`. ``problems``: why nothing of it counts."""
@@ -57,14 +56,12 @@ def judge_served(
         "counters": {side: dict(found) for side, found in counters.items()},
         "problems": list(problems),
         "speculates": speculates,
-        "interleaved": interleaved,
     }
     records = Records("served", arguments, {"requests": list(requests), "slices": list(slices)})
-    clock = CLOCK if interleaved else "in process, one side after another"
     if problems:
         required = any(value is not None for value in gates.values())
         text = f"the load is void: {problems[0]}"
-        return [Check("latency_recipe", Verdict.ERROR, text, required, how=clock, records=records)]
+        return [Check("latency_recipe", Verdict.ERROR, text, required, how=CLOCK, records=records)]
     objectives = {f"{key[:-3]}_s": None if value is None else value / 1e3 for key, value in slo.items()}
     rows: dict[str, list[Row]] = {}
     for row in requests:
@@ -80,7 +77,7 @@ def judge_served(
             rate_per_s=rate_per_s,
             objectives=objectives,
             bound=gates["min_goodput"] if side == "recipe" else None,
-            clock=f"{clock}; {NOT_IN_IT}",
+            clock=_CLOCK,
         )
         checks += [
             replace(one, details=(*one.details, *_counted(found, counters[side]))) for one in judged[:1]
@@ -92,9 +89,9 @@ def judge_served(
         concurrency=concurrency,
         rate_per_s=rate_per_s,
         gates=gates,
-        clock=f"{clock}; {NOT_IN_IT}",
+        clock=_CLOCK,
     )
-    checks += _throughput(rows, slices, load, concurrency, gates, clock, speculates, interleaved)
+    checks += _throughput(rows, slices, load, concurrency, gates, speculates)
     return [replace(check, records=records) for check in checks]
 
 
@@ -207,9 +204,7 @@ def _throughput(
     load: str,
     concurrency: int | None,
     gates: Mapping[str, float | None],
-    clock: str,
     speculates: bool,
-    interleaved: bool,
 ) -> list[Check]:
     """Tokens a second of the recipe, and what they are of those without speculation."""
     of = {side: _steady_slices(found, slices, side, concurrency) for side, found in rows.items()}
@@ -225,7 +220,7 @@ def _throughput(
     mine = rows["recipe"]
     length = sum(row["tokens"] for row in mine) / max(1, sum(len(row["emitted"]) for row in mine))
     how = (
-        f"{load}; {clock}; {NOT_IN_IT}; tokens over seconds of steps in the steady state, 95 % bootstrap "
+        f"{load}; {_CLOCK}; tokens over seconds of steps in the steady state, 95 % bootstrap "
         f"over at most {_MOST_BLOCKS} blocks of consecutive slices of {SLICE_STEPS} steps"
     )
     told = ", ".join(f"{side} {rates[side]:.1f}" for side in rates if side != "recipe")
@@ -234,7 +229,7 @@ def _throughput(
         "tokens_per_s_intervals": intervals,
         "acceptance_length": length,
         "loads": [load],
-        "interleaved": interleaved,
+        "interleaved": True,
     }
     checks = [
         gated(

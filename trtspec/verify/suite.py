@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem
@@ -205,8 +206,9 @@ def _runs_code(rows: Sequence[Row]) -> bool:
     return any(row["kind"] == "code" for row in rows)
 
 
-def _row(item: Item, target: Scored, baseline: Scored, stops: frozenset[int]) -> Row:
-    row: dict[str, object] = {"task": item.task, "id": item.id, "kind": item.kind}
+def item_row(item: Item, target: Scored, baseline: Scored) -> dict[str, Any]:
+    """What both sides made of an item, as JSON values."""
+    row: dict[str, Any] = {"task": item.task, "id": item.id, "kind": item.kind}
     for name, side in (("target", target), ("baseline", baseline)):
         written = item.kind != "choice"
         row |= {
@@ -214,8 +216,18 @@ def _row(item: Item, target: Scored, baseline: Scored, stops: frozenset[int]) ->
             f"{name}_error": side.error,
             f"{name}_why": side.why,
             f"{name}_output": side.output if written else None,
-            f"{name}_tokens": list(side.tokens) if written else None,
             f"{name}_logprobs": None if written else list(side.logprobs),
+        }
+    return row
+
+
+def _row(item: Item, target: Scored, baseline: Scored, stops: frozenset[int]) -> Row:
+    """With the tokens, which an engine tells, and whether they are text."""
+    row = item_row(item, target, baseline)
+    for name, side in (("target", target), ("baseline", baseline)):
+        written = item.kind != "choice"
+        row |= {
+            f"{name}_tokens": list(side.tokens) if written else None,
             f"{name}_degenerate": degeneration(side.tokens, stops) if written else "",
         }
     return row

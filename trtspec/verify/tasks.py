@@ -38,7 +38,7 @@ from typing import Any, Literal, get_args
 from trtspec.engine import Engine, Request
 from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.prompts import DATA_FOLDER, read_lines
-from trtspec.ruler import run
+from trtspec.ruler import run, shared_start
 from trtspec.text import Tokenizer
 from trtspec.user_files import shown_path
 from trtspec.verify.judge import run_judge
@@ -331,18 +331,7 @@ def _spell(
     else:
         bare = tokenizer.encode("")
         spelled = [tuple(() if bare else tokens) + tuple(tokenizer.encode(one)) for one in choices]
-    first = len(tokens)
-    for one in spelled:
-        same = sum(1 for _ in _while_equal(one, tokens))
-        first = min(first, same)
-    return tuple(spelled), max(first, 1)
-
-
-def _while_equal(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return one[:index]
-    return one[: len(other)]
+    return tuple(spelled), max(shared_start((tokens, *spelled)), 1)
 
 
 def score_items(
