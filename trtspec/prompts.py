@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trtspec.errors import InputError, Problem
 from trtspec.text import Tokenizer
@@ -14,6 +15,7 @@ DATA_FOLDER = Path(__file__).parent / "data"
 PROMPTS_FILE = DATA_FOLDER / "prompts.jsonl"
 HELDOUT_FILE = DATA_FOLDER / "heldout.jsonl"
 _MAX_BYTES = 256_000_000
+_Piece = TypeVar("_Piece", bound=Sequence[object])
 
 
 @dataclass(frozen=True)
@@ -122,47 +124,45 @@ def load_chats(path: Path, *, limit: int, sample: bool = False) -> list[Chat]:
 
 def load_texts(path: Path, tokenizer: Tokenizer, *, total_tokens: int, max_tokens: int) -> list[list[int]]:
     """Texts of a JSONL file (``text`` a line), tokenized and cut to ``max_tokens``, up to a total."""
-    texts: list[list[int]] = []
-    problems: list[Problem] = []
-    total = 0
-    for number, value in read_lines(path, problems):
-        if total >= total_tokens:
-            break
-        text = value.get("text")
-        if not isinstance(text, str):
-            problems.append(Problem("needs text, a string", file=str(path), line=number))
-            continue
-        tokens = tokenizer.encode(text)[:max_tokens]
-        if len(tokens) > 1:
-            texts.append(tokens)
-            total += len(tokens) - 1
-    if not texts and not problems:
-        problems.append(Problem("holds no texts", file=str(path)))
-    if problems:
-        raise InputError(problems)
-    return texts
+    return _gathered(
+        path, lambda text: tokenizer.encode(text)[:max_tokens], lambda tokens: len(tokens) - 1, total_tokens
+    )
 
 
 def read_texts(path: Path, *, total_letters: int, max_letters: int) -> list[str]:
     """Texts of a JSONL file as :func:`load_texts` reads them, for servers that have the tokenizer: cut to
     ``max_letters`` at a space, up to a total. Raises InputError with every bad line."""
-    texts: list[str] = []
+
+    def cut(text: str) -> str:
+        head = text[:max_letters]
+        return text if text == head else head.rpartition(" ")[0] or head
+
+    return _gathered(path, cut, len, total_letters)
+
+
+def _gathered(
+    path: Path, cut: Callable[[str], _Piece], size: Callable[[_Piece], int], enough: int
+) -> list[_Piece]:
+    """What ``cut`` leaves of the file's texts, until their sizes make ``enough``; nothing of one item."""
+    found: list[_Piece] = []
     problems: list[Problem] = []
+    total = 0
     for number, value in read_lines(path, problems):
-        if sum(map(len, texts)) >= total_letters:
+        if total >= enough:
             break
         text = value.get("text")
         if not isinstance(text, str):
             problems.append(Problem("needs text, a string", file=str(path), line=number))
-        elif len(text) > max_letters:
-            texts.append(text[:max_letters].rpartition(" ")[0] or text[:max_letters])
-        elif len(text) > 1:
-            texts.append(text)
-    if not texts and not problems:
+            continue
+        piece = cut(text)
+        if len(piece) > 1:
+            found.append(piece)
+            total += size(piece)
+    if not found and not problems:
         problems.append(Problem("holds no texts", file=str(path)))
     if problems:
         raise InputError(problems)
-    return texts
+    return found
 
 
 def _prompt_tokens(value: dict[str, Any], tokenizer: Tokenizer) -> list[int] | None:

@@ -34,6 +34,7 @@ from trtspec.recipe_facts import (
     ACCEPTANCE_ON,
     BACKEND_VERSIONS,
     CONCURRENCY_VERSIONS,
+    P99_REQUESTS,
     REJECTION_VERSIONS,
     SPECULATION_ON,
     asks_of_load,
@@ -669,8 +670,8 @@ def _requests_for_a_tail(recipe: Recipe) -> Iterator[Finding]:
     if tails and load.requests is not None and load.requests < needed:
         yield (
             ("gates", "load", "requests"),
-            f"found {load.requests}; {tails[0]} needs {needed}, of which 368 fall into the steady state; "
-            f"raise it to {needed}, or remove it",
+            f"found {load.requests}; {tails[0]} needs {needed}, of which {P99_REQUESTS} fall into the steady "
+            f"state; raise it to {needed}, or remove it",
         )
 
 
