@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
 
 import pytest
@@ -250,14 +251,28 @@ def gate(rows, bound=1.0):
     )
 
 
+def test_rounds_of_one_prompt_are_no_prompts():
+    """However often it is timed: a kind of load of three prompts is known as well as three prompts tell."""
+
+    def spread_of(rounds: int) -> float:
+        rows = [row for row in made_runs({}, rounds, 0.001) if (row["task"], row["batch"]) == ("chat", 1)]
+        for row in rows:
+            if row["contender"] == "recipe":
+                row["seconds"] *= (0.8, 1.0, 1.25)[row["prompt"]]
+        (one,) = (one for one in judged(rows).evidence["by_kind"] if one["load"] == "chat")
+        return math.log(one["high"] / one["low"])
+
+    assert spread_of(4) > 0.8 * spread_of(2) > 0.5
+
+
 def test_a_gate_on_every_kind_of_load_is_not_passed_by_the_mean():
     good = gate(made_runs({}))
     assert (good.verdict, good.required) == (Verdict.PASS, True)
-    bad = gate(made_runs({"batch 4": 1.4}))
+    bad = gate(made_runs({"batch 4": 1.32}, spread=0.02))
     assert bad.verdict is Verdict.FAIL
     assert "slowest kind of load: batch 4" in bad.summary
     # Deliberately broken: all loads together are above the gate.
-    together = judged(made_runs({"batch 4": 1.4}))
+    together = judged(made_runs({"batch 4": 1.32}, spread=0.02))
     assert together.interval[0] > 1.0
     assert gate(made_runs({"copy": 1.25}, spread=0.2)).verdict is Verdict.INCONCLUSIVE
     assert rejudge(bad.records) == [bad]

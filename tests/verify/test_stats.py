@@ -90,6 +90,83 @@ def test_rate_interval_by_known_values():
         stats.rate_interval(3, 2)
 
 
+def answers_of(rng: np.random.Generator, num: int, steps: float, rate: float, alike: float):
+    """(accepted, steps) of answers each with a rate of its own around ``rate``; ``alike``: the correlation of
+    two steps of one answer."""
+    own = rng.beta(rate * (1 - alike) / alike, (1 - rate) * (1 - alike) / alike, size=num)
+    trials = 1 + rng.poisson(steps - 1, size=num)
+    return rng.binomial(trials, own).tolist(), trials.tolist()
+
+
+def percentile(top, bottom, rng: np.random.Generator):
+    """The broken variant: the quantiles of resampled answers."""
+    chosen = rng.integers(0, len(top), size=(200, len(top)))
+    top, bottom = np.asarray(top)[chosen].sum(1), np.asarray(bottom)[chosen].sum(1)
+    return np.quantile(top / bottom, [0.025, 0.975])
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
+@pytest.mark.parametrize(("num", "steps"), [(3, 3), (6, 12), (12, 3), (24, 12)])
+def test_interval_of_a_rate_covers_though_steps_of_an_answer_are_alike(rate: float, num: int, steps: int):
+    rng = np.random.default_rng(11)
+    covered, quantiles = [], []
+    for _ in range(200):
+        counts = answers_of(rng, num, steps, rate, 0.15)
+        _, (low, high) = stats.clustered_rate(*counts)
+        covered.append(low <= rate <= high)
+        low, high = percentile(*counts, rng)
+        quantiles.append(low <= rate <= high)
+    assert np.mean(covered) >= 0.91
+    assert np.mean(quantiles) < np.mean(covered)
+    if num == 3 and rate != 0.5:
+        assert np.mean(quantiles) < 0.5
+
+
+def test_all_steps_alike_are_as_many_trials_as_answers():
+    for events, sure in (([3, 4], 1.0), ([0, 0], 0.0)):
+        value, (low, high) = stats.clustered_rate(events, [3, 4])
+        assert value == sure
+        assert high - low == pytest.approx(1 - 0.025**0.5)  # Clopper and Pearson, two of two
+    assert (
+        stats.clustered_rate([7], [7])[1] == stats.clustered_rate([7, 0], [7, 0])[1] == (-math.inf, math.inf)
+    )
+    assert math.isnan(stats.clustered_rate([0], [0])[0])
+    # Independent steps count one by one, but for what few answers cost.
+    assert stats.independent_trials([5] * 50, [10] * 50) == 500
+    assert stats.independent_trials([10, 0] * 25, [10] * 50) < 50
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 6, 12])
+def test_a_bootstrap_over_few_blocks_covers(num: int):
+    """As many as a quick run has; the quantiles of the resamples would cover half to nine tenths."""
+    rng = np.random.default_rng(12)
+    covered, quantiles = [], []
+    for _ in range(200):
+        top, bottom = rng.lognormal(0.4, 0.2, size=num), np.ones(num)
+        truth = math.exp(0.4 + 0.2**2 / 2)
+        low, high = stats.ratio_of_sums(top.tolist(), bottom.tolist())[1]
+        covered.append(low <= truth <= high)
+        low, high = percentile(top, bottom, rng)
+        quantiles.append(low <= truth <= high)
+    assert np.mean(covered) >= 0.91
+    assert np.mean(quantiles) < {2: 0.6, 3: 0.8, 4: 0.85, 6: 0.9, 12: 0.95}[num]
+
+
+def test_blocks_that_are_all_alike_are_no_certainty():
+    value, (low, high) = stats.ratio_of_sums([10, 20], [10, 20], limits=(1.0, 5.0))
+    share = 1 - 0.025**0.5
+    assert (value, low) == (1.0, 1.0)
+    assert high == pytest.approx(1 + 4 * share)
+    assert stats.ratio_of_sums([10, 20], [10, 20])[1] == (1.0, 1.0)
+    # A side that never accepts adds its own doubt to a difference; the same computation twice is no doubt.
+    steps = [10.0, 20.0, 30.0]
+    some = [12.0, 22.0, 39.0]
+    _, (low, high) = stats.gap_of_ratios((some, steps), (steps, steps), limits=(1.0, 5.0))
+    own_low, own_high = stats.ratio_of_sums(some, steps)[1]
+    assert high - low > 2 * (own_high - own_low)
+    assert stats.gap_of_ratios((some, steps), (some, steps), limits=(1.0, 5.0)) == (0.0, (0.0, 0.0))
+
+
 def test_ratio_of_sums_weights_by_size():
     value, (low, high) = stats.ratio_of_sums([10, 100], [10, 50])
     assert value == pytest.approx(110 / 60)
@@ -144,7 +221,10 @@ def test_one_outlier_moves_a_maximum_but_not_a_quantile():
 
 
 def test_more_blocks_are_asked_for_when_the_gate_is_astride():
-    assert stats.blocks_needed(1.6, (1.4, 1.8), 1.5, 10) == 40
+    assert stats.blocks_needed(1.6, (1.4, 1.8), 1.5, 10) == 33
+    # An interval of so many blocks, with their t, has just the half-width asked for.
+    error = 0.2 / stats.student(9) * math.sqrt(10)
+    assert stats.student(32) * error / math.sqrt(33) <= 0.1 < stats.student(30) * error / math.sqrt(31)
     assert stats.blocks_needed(1.5, (1.4, 1.6), 1.5, 10) is None
     assert stats.blocks_needed(math.nan, (-math.inf, math.inf), 1.5, 10) is None
 
@@ -206,7 +286,7 @@ def test_an_undecided_gate_says_how_much_more_it_needs():
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.summary == (
         "speedup 1.600 (95 % interval 1.400 to 1.800); gate: at least 1.5; "
-        "10 prompts do not decide, about 40 prompts would decide"
+        "10 prompts do not decide, about 33 prompts would decide"
     )
     assert result.required
 

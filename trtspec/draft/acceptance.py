@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from trtspec.stats import Array, Interval, bootstrap, ratio_of_sums
+from trtspec.stats import Array, Interval, clustered_rate, gap_of_ratios, ratio_of_sums
 
 DEFINITION = (
     "acceptance length = tokens emitted per target step after the prompt's, bonus or recovered token "
@@ -62,8 +61,8 @@ class Answered:
 
 @dataclass(frozen=True)
 class Value:
-    """A measured value and its 95 % bootstrap interval over prompts; NaN without any data, and an interval
-    without ends from one prompt alone."""
+    """A measured value and its 95 % interval over prompts, by bootstrap or, of a rate, Korn and Graubard's;
+    NaN without any data, and an interval without ends from one prompt alone."""
 
     value: float
     interval: Interval
@@ -110,17 +109,17 @@ def summarize(answers: Sequence[Answered]) -> Acceptance:
     drafted = [float(sum(step.drafted for step in answer.steps)) for answer in answers]
     accepted = [float(sum(step.accepted for step in answer.steps)) for answer in answers]
     rates = [a / d for a, d in zip(accepted, drafted, strict=True) if d]
-    positions = _positions(answers)
+    positions, limits = _positions(answers), _limits(answers)
     return Acceptance(
         prompts=len(answers),
         steps=len(steps),
         tokens=int(sum(tokens)),
         drafted=int(sum(drafted)),
         accepted=int(sum(accepted)),
-        length=_ratio(tokens, counts),
-        length_by_request=_mean([t / n for t, n in zip(tokens, counts, strict=True)]),
-        rate=_ratio(accepted, drafted),
-        rate_by_request=_mean(rates),
+        length=_ratio(tokens, counts, limits),
+        length_by_request=_mean([t / n for t, n in zip(tokens, counts, strict=True)], limits),
+        rate=Value(*clustered_rate(accepted, drafted)),
+        rate_by_request=_mean(rates, (0.0, 1.0)),
         positions=positions,
         histogram=dict(sorted(Counter(step.emitted for step in steps).items())),
         with_prompt_step=_over(sum(len(a.tokens) for a in answers), len(steps) + len(answers)),
@@ -146,8 +145,8 @@ def _positions(answers: Sequence[Answered]) -> tuple[Position, ...]:
         found.append(
             Position(
                 position,
-                conditional=_ratio(kept, [float(count) for count in before]),
-                joint=_ratio(kept, [float(len(answer.steps)) for answer in answers]),
+                conditional=Value(*clustered_rate(kept, [float(count) for count in before])),
+                joint=Value(*clustered_rate(kept, [float(len(answer.steps)) for answer in answers])),
                 offered=_over(offered, sum(before)),
                 steps=sum(before),
             )
@@ -155,14 +154,17 @@ def _positions(answers: Sequence[Answered]) -> tuple[Position, ...]:
     return tuple(found)
 
 
-def _ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Value:
-    if not sum(denominators):
-        return Value(math.nan, (-math.inf, math.inf))
-    return Value(*ratio_of_sums(numerators, denominators))
+def _limits(answers: Sequence[Answered]) -> Interval:
+    """The fewest and the most tokens that a step can emit, by what was offered."""
+    return 1.0, 1.0 + max((step.offered for answer in answers for step in answer.steps), default=0)
 
 
-def _mean(values: Sequence[float]) -> Value:
-    return _ratio(values, [1.0] * len(values))
+def _ratio(numerators: Sequence[float], denominators: Sequence[float], limits: Interval) -> Value:
+    return Value(*ratio_of_sums(numerators, denominators, limits=limits))
+
+
+def _mean(values: Sequence[float], limits: Interval) -> Value:
+    return _ratio(values, [1.0] * len(values), limits)
 
 
 def _over(numerator: float, denominator: float) -> float:
@@ -207,24 +209,13 @@ def difference(one: Sequence[Answered], other: Sequence[Answered]) -> Difference
 
     left, right = columns(0), columns(1)
     own = left[0] / left[1] - right[0] / right[1]
+    limits = _limits([answer for pair in pairs for answer in pair])
+    most = limits[1] - limits[0]
     return Difference(
-        length=_gap(left[0], left[1], right[0], right[1]),
-        length_by_request=_mean([float(value) for value in own]),
-        rate=_gap(left[2], left[3], right[2], right[3]),
+        length=Value(*gap_of_ratios((left[0], left[1]), (right[0], right[1]), limits=limits)),
+        length_by_request=_mean([float(value) for value in own], (-most, most)),
+        rate=Value(*gap_of_ratios((left[2], left[3]), (right[2], right[3]), limits=(0.0, 1.0))),
     )
-
-
-def _gap(top: Array, bottom: Array, other_top: Array, other_bottom: Array) -> Value:
-    if not bottom.sum() or not other_bottom.sum():
-        return Value(math.nan, (-math.inf, math.inf))
-
-    def statistic(chosen: NDArray[np.intp]) -> Array:
-        sums = [column[chosen].sum(axis=1) for column in (top, bottom, other_top, other_bottom)]
-        gap: Array = sums[0] / np.maximum(sums[1], 1e-9) - sums[2] / np.maximum(sums[3], 1e-9)
-        return gap
-
-    value = float(top.sum() / bottom.sum() - other_top.sum() / other_bottom.sum())
-    return Value(value, bootstrap(statistic, len(top)))
 
 
 # --------------------------------------------------------------------------- dead drafters
@@ -266,12 +257,14 @@ def _shares(answers: Sequence[Answered], most: int = 64) -> list[float]:
 def dead_drafter(answers: Sequence[Answered], *, learned: bool) -> str:
     """Why the drafter of ``answers`` is called dead, "" if it is not.
 
-    Dead: its acceptance length, upper end of the interval, is below :data:`DEAD_LENGTH`, or (``learned``: a
-    model or heads, which always have something to say) below what guessing frequent tokens would reach
-    (:func:`chance_length`). One prompt has no interval and kills nobody.
+    Dead: no draft was accepted at all, or its acceptance length, upper end of the interval, is below
+    :data:`DEAD_LENGTH`, or (``learned``: a model or heads, which always have something to say) below what
+    guessing frequent tokens would reach (:func:`chance_length`). One prompt has no interval and kills nobody.
     """
-    found = summarize(answers).length
-    high = found.interval[1]
+    whole = summarize(answers)
+    found, high = whole.length, whole.length.interval[1]
+    if whole.drafted and not whole.accepted and whole.prompts > 1:
+        return f"none of {whole.drafted} drafted tokens was accepted: nothing that the target would say"
     told = f"acceptance length {found.value:.3f} (95 % interval to {high:.3f})"
     if high < DEAD_LENGTH:
         return f"{told} is below {DEAD_LENGTH}: it drafts next to nothing that the target would say"

@@ -52,7 +52,7 @@ def text_of(found: Measurement) -> str:
     own = summarize(found.own.answers)
     parts = [
         f"{found.recipe_name}: {found.kind}, greedy, {own.prompts} prompts of {found.data}, up to "
-        f"{found.max_new_tokens} tokens each; intervals are 95 %, bootstrap over prompts",
+        f"{found.max_new_tokens} tokens each; intervals are 95 %, over prompts",
         DEFINITION,
         "",
         table(_cells_view(found)),

@@ -275,7 +275,7 @@ def _acceptance(old: Sequence[Row], new: Sequence[Row], confidence: float) -> _S
         return ratio
 
     value = float(over(np.arange(len(ids))))
-    interval = bootstrap(over, len(ids), confidence=confidence)
+    interval = bootstrap(value, over, len(ids), positive=True, confidence=confidence)
     return _Shift(value, interval, len(ids), "tokens a step")
 
 
@@ -302,5 +302,6 @@ def _speed(
         ratio: Array = (plain_new / mine_new) / (plain_old / mine_old)
         return ratio
 
-    interval = bootstrap(over, len(keys), confidence=confidence)
-    return _Shift(float(over(np.arange(len(keys)))), interval, len(keys), "speedup")
+    value = float(over(np.arange(len(keys))))
+    interval = bootstrap(value, over, len(keys), positive=True, confidence=confidence)
+    return _Shift(value, interval, len(keys), "speedup")

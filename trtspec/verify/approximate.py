@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from trtspec.engine import Engine, Request, Sampling
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, counter, run
-from trtspec.stats import Array, Interval, bootstrap
+from trtspec.stats import Array, Interval, all_alike, bootstrap
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.records import Records, Row, answers_from, rows_of
 
@@ -36,7 +36,7 @@ REPETITION_MARGIN = 0.10
 """Share of 4-grams. An answer caught in a loop repeats most of its own, so one in eight to ten that is spoilt
 this way reaches the margin."""
 MIN_PROMPTS = 8
-"""Below this a percentile bootstrap is too narrow to judge by."""
+"""Below this texts as different as sampled ones are say too little about each other."""
 _GRAM = 4
 
 
@@ -115,7 +115,8 @@ def perplexity_over(approximate: Sampled, strict: Sampled) -> tuple[float, Inter
         ratio: Array = np.exp(mean[1] - mean[0])
         return ratio
 
-    return approximate.perplexity / strict.perplexity, bootstrap(statistic, len(sums[0]))
+    value = approximate.perplexity / strict.perplexity
+    return value, bootstrap(value, statistic, len(sums[0]), positive=True)
 
 
 def repeated_grams(tokens: Sequence[int]) -> tuple[int, int]:
@@ -141,8 +142,15 @@ def repetition_over(approximate: Sampled, strict: Sampled) -> tuple[float, float
 
     everyone = np.arange(len(counted[0]))
     mine, theirs = (float(share(counts, everyone)) for counts in counted)
-    interval = bootstrap(lambda chosen: share(counted[0], chosen) - share(counted[1], chosen), len(everyone))
-    return mine, mine - theirs, interval
+    low, high = bootstrap(
+        mine - theirs,
+        lambda chosen: share(counted[0], chosen) - share(counted[1], chosen),
+        len(everyone),
+    )
+    if low == high:
+        # No answer repeats itself, or all alike: loops of a prompt that was not asked are not excluded.
+        low, high = all_alike(mine - theirs, len(everyone), (-1.0, 1.0))
+    return mine, mine - theirs, (low, high)
 
 
 def check_approximate(

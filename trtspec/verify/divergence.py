@@ -5,8 +5,9 @@ KL(baseline || target) = sum p_b ln(p_b / p_t), in nats, is zero only if the who
 percentile shows the tokens at which a quantization breaks while the mean looks well. The share of tokens
 whose most likely token is the same bounds how long greedy answers stay together.
 
-Both engines score the same tokens, teacher-forced. Tokens of a text depend on each other, so intervals come
-from a block bootstrap whose blocks are whole texts.
+Both engines score the same tokens, teacher-forced. Tokens of a text depend on each other, so intervals take
+whole texts as blocks: of the mean by bootstrap, of the share Korn and Graubard's (1998), and of the
+percentile the values at the ends of the interval of the share that it leaves below (Woodruff 1952).
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtspec.engine import Engine
-from trtspec.stats import Array, Interval, bootstrap, quantile, rate_interval, ratio_of_sums
+from trtspec.stats import (
+    Array,
+    Interval,
+    clustered_rate,
+    independent_trials,
+    quantile,
+    rate_interval,
+    ratio_of_sums,
+)
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.records import Records, Row
 
@@ -107,7 +116,7 @@ def judge_divergence(
     records = Records("divergence", arguments, {"tokens": rows})
     how = (
         f"{source}; every token teacher-forced through both engines, each with its own weights and KV cache "
-        "format; 95 % block bootstrap over whole texts"
+        "format; 95 % intervals over whole texts"
     )
     bounds: list[tuple[str, float | None, Literal["at least", "at most"]]] = [
         ("mean_kl", max_mean_kl, "at most"),
@@ -130,10 +139,7 @@ def judge_divergence(
     agreed = [sum(bool(row["same_top"]) for row in text) for text in texts]
     mean, mean_interval = ratio_of_sums([math.fsum(text) for text in nats], counts)
     tail, tail_interval = tail_of(nats)
-    share, share_interval = ratio_of_sums(agreed, counts)
-    exact = rate_interval(sum(agreed), sum(counts))
-    # Where every token agrees the bootstrap is a point, as if nothing else could ever be seen.
-    share_interval = min(share_interval[0], exact[0]), max(share_interval[1], exact[1])
+    share, share_interval = clustered_rate(agreed, counts)
     few: Interval = (-math.inf, math.inf)
     if len(texts) < MIN_TEXTS:
         mean_interval = tail_interval = share_interval = few
@@ -174,24 +180,27 @@ def judge_divergence(
 
 def tail_of(values: Sequence[Sequence[float]], share: float = TAIL) -> tuple[float, Interval]:
     """The quantile ``share`` of all ``values[text][token]`` (the smallest value that at least this share
-    does not exceed), with its interval; texts are resampled whole."""
-    flat = np.array([value for text in values for value in text])
-    owner = np.repeat(np.arange(len(values)), [len(text) for text in values])
-    order = np.argsort(flat, kind="stable")
-    flat, owner = flat[order], owner[order]
+    does not exceed), with its interval: the quantiles at the ends of the interval of that share, in which
+    tokens of one text count as far as they differ. Its upper end is infinite where the tokens are too few for
+    one."""
+    flat = np.sort(np.array([value for text in values for value in text]))
+    value = float(flat[_rank(share, len(flat)) - 1])
+    counts = [len(text) for text in values]
+    if len(values) < 2:
+        return value, (-math.inf, math.inf)
+    # Many may be equal to the quantile, as far as none is above it.
+    below = [sum(one <= value for one in text) for text in values]
+    if sum(below) == len(flat):
+        below = [sum(one < value for one in text) for text in values]
+    if not sum(below):
+        return value, (value, value)
+    trials = independent_trials(below, counts)
+    low, high = (_rank(end, len(flat)) for end in rate_interval(share * trials, trials))
+    return value, (float(flat[max(low, 1) - 1]), float(flat[high]) if high < len(flat) else math.inf)
 
-    def statistic(chosen: NDArray[np.intp]) -> Array:
-        found = np.empty(len(chosen))
-        for start in range(0, len(chosen), 200):
-            part = chosen[start : start + 200]
-            times = np.apply_along_axis(np.bincount, 1, part, minlength=len(values))
-            reached = times[:, owner].cumsum(axis=1)
-            wanted = np.ceil(share * reached[:, -1] - 1e-9)[:, None]
-            found[start : start + 200] = flat[(reached < wanted).sum(axis=1)]
-        return found
 
-    value = float(statistic(np.arange(len(values))[None, :])[0])
-    return value, bootstrap(statistic, len(values))
+def _rank(share: float, count: int) -> int:
+    return math.ceil(share * count - 1e-9)
 
 
 def _by_text(rows: Sequence[Row]) -> list[list[Row]]:

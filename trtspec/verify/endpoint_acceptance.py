@@ -41,6 +41,10 @@ class Length(NamedTuple):
     bound: bool = False
 
 
+_ANY_LENGTH: Interval = (1.0, math.inf)
+"""Tokens a step where nobody says how many a step drafts."""
+
+
 def _by_server(rows: Sequence[Row], side: str) -> Length | None:
     tokens, steps = [], []
     for row in rows:
@@ -49,7 +53,11 @@ def _by_server(rows: Sequence[Row], side: str) -> Length | None:
             steps.append(row["tokens"] / row["tokens_per_step"])
     if not tokens:
         return None
-    return Length(*ratio_of_sums(tokens, steps), "the server's tokens a step of each answer", len(tokens))
+    return Length(
+        *ratio_of_sums(tokens, steps, limits=_ANY_LENGTH),
+        "the server's tokens a step of each answer",
+        len(tokens),
+    )
 
 
 def _emitted(rows: Sequence[Row], side: str) -> list[list[int]]:
@@ -65,7 +73,9 @@ def _by_events(rows: Sequence[Row], side: str) -> Length | None:
     found = _emitted(rows, side)
     if not found:
         return None
-    value, interval = ratio_of_sums([float(sum(one)) for one in found], [float(len(one)) for one in found])
+    value, interval = ratio_of_sums(
+        [float(sum(one)) for one in found], [float(len(one)) for one in found], limits=_ANY_LENGTH
+    )
     return Length(value, interval, "token ids of each event of a stream, alone", len(found), bound=True)
 
 

@@ -129,6 +129,8 @@ def gated(
         if verdict is Verdict.INCONCLUSIVE:
             needed = blocks_needed(measured, interval, bound, n)
             more = f"about {needed} {n_unit} would decide" if needed else "too close to the gate to decide"
+            if not (math.isfinite(low) and math.isfinite(high)):
+                more = "more are needed"
             summary += f"; {n} {n_unit} do not decide, {more}"
     return Check(
         name=name,

@@ -8,6 +8,7 @@ memory, so the variants run one after another, and speeds are not interleaved.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -298,7 +299,11 @@ def check_acceptance(
         )
         return skipped("acceptance", reason, bound is not None)
     tokens = [float(len(one.tokens)) for one, _ in known]
-    length, interval = ratio_of_sums(tokens, [float(steps) for _, steps in known])
+    length, interval = ratio_of_sums(
+        tokens,
+        [float(steps) for _, steps in known],
+        limits=(1.0, math.inf if draft_limit is None else draft_limit + 1.0),
+    )
     drafted = [one.drafted for one in answers if one.drafted is not None]
     accepted = [one.accepted for one in answers if one.accepted is not None]
     all_told = len(drafted) == len(accepted) == len(answers)

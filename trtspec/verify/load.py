@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, acceptance_within, emitted_histogram, run
-from trtspec.stats import Interval, larger_by_chance, ratio_of_sums, times_faster
+from trtspec.stats import Interval, clustered_rate, larger_by_chance, ratio_of_sums, times_faster
 from trtspec.verify.gates import Check, Verdict, gated
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.records import Records, Row, answers_from, rows_of
@@ -119,10 +119,13 @@ def check_acceptance(
     """Acceptance length over ``answers`` (token-weighted; the evidence has the request-weighted mean too,
     and the length of each of ``tasks``, the kinds of the prompts). ``held_back_steps``: of
     :class:`~trtspec.ruler.Run`."""
-    how = f"{DEFINITION}; greedy, the engine's step counts; 95 % bootstrap over requests"
+    how = (
+        f"{DEFINITION}; greedy, the engine's step counts; 95 % bootstrap over requests; shares: Korn and "
+        "Graubard's interval, in which steps of one answer count as far as they differ"
+    )
     steps = [float(len(answer.emitted)) for answer in answers]
     tokens = [float(len(answer.tokens)) for answer in answers]
-    length, interval = ratio_of_sums(tokens, steps)
+    length, interval = ratio_of_sums(tokens, steps, limits=length_limits(answers, draft_limit))
     drafted = sum(answer.drafted for answer in answers)
     accepted = sum(answer.accepted for answer in answers)
     rates = [answer.accepted / answer.drafted for answer in answers if answer.drafted]
@@ -173,7 +176,7 @@ def check_acceptance(
         else "none drafted"
     )
     if drafted:
-        low, high = ratio_of_sums([one.accepted for one in answers], [one.drafted for one in answers])[1]
+        low, high = clustered_rate([one.accepted for one in answers], [one.drafted for one in answers])[1]
         evidence["acceptance_rate_interval"] = [low, high]
         rate += f", interval {low:.1%} to {high:.1%}" if math.isfinite(low) else ""
     if held_back_steps:
@@ -199,6 +202,15 @@ def check_acceptance(
     return replace(check, details=tuple(told))
 
 
+def length_limits(answers: Sequence[Answer], draft_limit: int | None) -> Interval:
+    """The fewest and the most tokens that a step can emit; without a limit, of what was drafted."""
+    most = draft_limit
+    if most is None:
+        most = max((one for answer in answers for one in answer.drafted_by_step), default=0)
+        most = max(most, *(one - 1 for answer in answers for one in answer.emitted), 0)
+    return 1.0, 1.0 + most
+
+
 def reached_position(answer: Answer, position: int) -> tuple[float, float]:
     """Steps that accepted the draft at ``position``, and those that could have: they accepted all before
     and had drafted as many. None of an engine that does not tell the drafts of each step."""
@@ -218,7 +230,7 @@ def by_position(answers: Sequence[Answer]) -> list[dict[str, Any]]:
         columns = list(zip(*(reached_position(answer, position) for answer in answers), strict=True))
         if not columns or not sum(columns[1]):
             break
-        value, (low, high) = ratio_of_sums(*columns)
+        value, (low, high) = clustered_rate(*columns)
         ends = (low, high) if math.isfinite(low) else (None, None)
         steps = int(sum(columns[1]))
         found.append(

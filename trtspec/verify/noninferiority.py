@@ -119,7 +119,7 @@ def difference(target: Sequence[float], baseline: Sequence[float]) -> Difference
     if np.isin(apart, (-1.0, 0.0, 1.0)).all():
         interval = paired_interval(gained, lost, items)
     else:
-        low, high = bootstrap(lambda chosen: apart[chosen].mean(axis=1), items)
+        low, high = bootstrap(value, lambda chosen: apart[chosen].mean(axis=1), items)
         least = paired_interval(0, 0, items)[1]
         interval = max(-1.0, min(low, value - least)), min(1.0, max(high, value + least))
     return Difference(

@@ -328,5 +328,7 @@ def _over(mine: Sequence[Row], other: Sequence[Row]) -> tuple[float, Interval, i
         found: Array = ratio(blocks[chosen].sum(axis=1))
         return found
 
-    interval = bootstrap(statistic, len(blocks)) if len(blocks) >= _FEWEST_BLOCKS else _NONE
-    return float(ratio(blocks.sum(axis=0))), interval, len(pairs)
+    value = float(ratio(blocks.sum(axis=0)))
+    enough = len(blocks) >= _FEWEST_BLOCKS
+    interval = bootstrap(value, statistic, len(blocks), positive=True) if enough else _NONE
+    return value, interval, len(pairs)

@@ -13,19 +13,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.recipe import NoSpeculation, Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import Answer, OnProgress, Run, emitted_histogram, max_draft
-from trtspec.stats import Array, Interval, bootstrap
+from trtspec.stats import Interval, gap_of_ratios
 from trtspec.text import Tokenizer
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, why_no_exact_run
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.load import DEFINITION, MOST_POSITIONS, compare_acceptance, reached_position
+from trtspec.verify.load import (
+    DEFINITION,
+    MOST_POSITIONS,
+    compare_acceptance,
+    length_limits,
+    reached_position,
+)
 from trtspec.verify.lossless import Identity, Move, compare, judge_rows, locate, look_closer, noise_of
 from trtspec.verify.lossless_verdict import TIES_ALLOWED
 from trtspec.verify.pair import Pair
@@ -225,7 +228,10 @@ def judge_acceptances(
     if problem:
         return Check(name, Verdict.ERROR, problem, required=True, how=how, records=records)
     positions = _positions(sides)
-    value, interval = _paired(sides, _tokens, _steps)
+    most = [
+        length_limits(answers, limit)[1] for answers, limit in zip(sides.values(), draft_limits, strict=True)
+    ]
+    value, interval = _paired(sides, _tokens, _steps, (1.0, max(most)))
     better = [_length(a) - _length(b) for a, b in zip(*sides.values(), strict=True)]
     counts = sum(one > 0 for one in better), sum(one < 0 for one in better)
     rates = " against ".join("nothing drafted" if one is None else f"{one:.1%}" for one in shares.values())
@@ -296,29 +302,24 @@ def _positions(sides: Mapping[str, Sequence[Answer]]) -> list[dict[str, Any]]:
             def bottom(answer: Answer, position: int = position) -> float:
                 return reached_position(answer, position)[1]
 
-            value, interval = _paired(sides, top, bottom)
+            value, interval = _paired(sides, top, bottom, (0.0, 1.0))
             one |= {"difference": value, "interval": list(interval)}
         found.append(one)
     return found
 
 
 def _paired(
-    sides: Mapping[str, Sequence[Answer]], top: Callable[[Answer], float], bottom: Callable[[Answer], float]
+    sides: Mapping[str, Sequence[Answer]],
+    top: Callable[[Answer], float],
+    bottom: Callable[[Answer], float],
+    limits: Interval,
 ) -> tuple[float, Interval]:
     """sum(top) / sum(bottom) of ENGINE minus that of OTHER; prompts are resampled in pairs."""
-    sums = [
-        [np.array([one(answer) for answer in answers]) for one in (top, bottom)] for answers in sides.values()
-    ]
-
-    def difference(chosen: NDArray[np.intp]) -> Array:
-        mine, theirs = (
-            up[chosen].sum(axis=-1) / np.maximum(down[chosen].sum(axis=-1), 1.0) for up, down in sums
-        )
-        result: Array = mine - theirs
-        return result
-
-    count = len(sums[0][0])
-    return float(difference(np.arange(count))), bootstrap(difference, count)
+    mine, other = (
+        ([top(answer) for answer in answers], [bottom(answer) for answer in answers])
+        for answers in sides.values()
+    )
+    return gap_of_ratios(mine, other, limits=limits)
 
 
 def _share(one: Mapping[str, Any]) -> str:
