@@ -121,6 +121,16 @@ def all_alike(value: float, num_blocks: int, limits: Interval, confidence: float
     return value - share * max(value - low, 0.0), value + share * max(high - value, 0.0)
 
 
+def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> tuple[float, Interval]:
+    """The mean of a few independent values with Student's t interval; (-inf, inf) for fewer than three."""
+    mean = float(np.mean(values))
+    if len(values) < 3:
+        return mean, (-math.inf, math.inf)
+    half = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half *= float(scipy("stats").t.ppf((1 + confidence) / 2, len(values) - 1))
+    return mean, (mean - half, mean + half)
+
+
 def mean_difference_ratio(
     differences: Sequence[Sequence[float]], *, confidence: float = CONFIDENCE
 ) -> tuple[float, Interval]:

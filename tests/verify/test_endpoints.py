@@ -212,3 +212,21 @@ def test_an_open_loop_sends_on_time_and_a_closed_one_holds_its_number():
     assert [number for number, _ in closed_loop(send, 12, 3)] == list(range(12))
     assert most[0] == 3
     assert [due is not None for _, due in open_loop(send, [0.0, 0.01], time.perf_counter)] == [True, True]
+
+
+def test_throughput_under_load_is_measured_in_turn_gated_and_judged_again(tmp_path):
+    turns = {"requests": 96, "concurrency": 4, "rounds": 1, "max_new_tokens": 6}
+    gates = {"min_speedup_under_load": 0.1, "min_tokens_per_s": 0.1}  # far off: machines are busy
+    settings = EndpointSettings(**{**vars(SMALL), **turns, **gates})
+    sides = Fake(per_step=3, step_s=0.005, counters=True), Fake(step_s=0.005)
+    report, checks = judged(*sides, settings)
+    for name in ("throughput", "speedup_under_load"):
+        assert checks[name].verdict is Verdict.PASS, checks[name].summary
+        assert checks[name].evidence["interleaved"]
+    assert checks["speedup_under_load"].measured > 1.1
+    write_bundle(tmp_path / "b", report)
+    assert recheck(tmp_path / "b").problems == ()
+    gates = {"min_speedup_under_load": 30.0, "min_tokens_per_s": 1e6}
+    report, checks = judged(*sides, EndpointSettings(**{**vars(SMALL), **turns, **gates}))
+    assert {checks[name].verdict for name in ("throughput", "speedup_under_load")} == {Verdict.FAIL}
+    assert report.exit_code == 1

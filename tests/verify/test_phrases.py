@@ -47,7 +47,7 @@ def left(made: Report) -> list[str]:
 
 @pytest.fixture(scope="module")
 def endpoints() -> Report:
-    settings = EndpointSettings(num_prompts=6, max_new_tokens=8, rounds=1, requests=10, concurrency=4)
+    settings = EndpointSettings(num_prompts=6, max_new_tokens=8, rounds=1, requests=48, concurrency=4)
     with serving(Fake(per_step=2, counters=True, lossy=True), Fake(counters=True)) as urls:
         ends = [connect(url, timeout_s=5.0) for url in urls]
         return verify_endpoints(*ends, load_chats(PROMPTS_FILE, limit=6, sample=True), settings)

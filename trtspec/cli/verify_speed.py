@@ -196,7 +196,7 @@ class SpeedOptions:
             "other_weights": self.other_weights,
         }
         given |= {} if quality is None else self._asked_of_load(quality.gates, prompts, max_new_tokens)
-        quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=16, concurrency=4)
+        quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=48, concurrency=4)
         settings = dataclasses.replace(
             quicker if quick else EndpointSettings(),
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
@@ -224,6 +224,7 @@ class SpeedOptions:
         """What the recipe of --gates says of the load. Raises InputError where a flag says it too, or its
         prompts cannot be made here."""
         from trtspec.recipe_facts import requests_for_p99
+        from trtspec.verify.endpoint_load import lost_to_stretches
 
         load, slo = gates.load, gates.slo
         if load.concurrency is None and load.rate_per_s is None:
@@ -240,15 +241,18 @@ class SpeedOptions:
             problems.append(Problem(message, key="--prompts"))
         if problems:
             raise InputError(problems)
+        all_of = requests_for_p99(load) + lost_to_stretches(load.concurrency or 0)
         asked = {
             "concurrency": load.concurrency,
             "rate_per_s": load.rate_per_s,
-            "requests": self.requests or load.requests or requests_for_p99(load),
+            "requests": self.requests or load.requests or all_of,
             "max_new_tokens": answer or load.output_tokens,
             "ttft_s": _seconds(slo.ttft_ms),
             "tpot_s": _seconds(slo.tpot_ms),
             "e2e_s": _seconds(slo.e2e_ms),
             "min_goodput": gates.min_goodput,
+            "min_tokens_per_s": gates.min_tokens_per_s,
+            "min_speedup_under_load": gates.min_speedup_under_load,
         }
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -289,7 +293,7 @@ _OPTIONS = (
     click.option(
         "--requests",
         type=click.IntRange(2),
-        help="Requests of the load.  [default: 40; with --latency as many as a p99 needs]",
+        help="Requests of the load, on each side.  [default: 192; with --latency as many as a p99 needs]",
     ),
     click.option(
         "--concurrency", type=click.IntRange(1), help="Requests in flight.  [default: 8, or max_batch_size]"

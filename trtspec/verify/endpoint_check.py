@@ -19,9 +19,10 @@ from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_no
 from trtspec.prompts import PROMPTS_FILE, Chat
 from trtspec.ruler import OnProgress, stage_of
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
-from trtspec.verify.arrivals import closed_loop, giving_up, open_loop, poisson_times
+from trtspec.verify.arrivals import giving_up, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, lost, not_asked, reply_fields
 from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
+from trtspec.verify.endpoint_load import in_turn
 from trtspec.verify.endpoint_margins import margin_rows
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
 from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled
@@ -44,7 +45,7 @@ class EndpointSettings:
     num_prompts: int = 20
     max_new_tokens: int = 64
     rounds: int = 2
-    requests: int = 40
+    requests: int = 192
     concurrency: int = 8
     rate_per_s: float | None = None
     draft_tokens: int | None = None
@@ -53,6 +54,8 @@ class EndpointSettings:
     e2e_s: float | None = None
     min_goodput: float | None = None
     min_speedup: float | None = None
+    min_tokens_per_s: float | None = None
+    min_speedup_under_load: float | None = None
     prompts: str = "builtin"
     draws: DrawSettings | None = None
     parameters: bool = True
@@ -121,9 +124,8 @@ def verify_endpoints(
         load += ", driven by AIPerf"
         for side, one in endpoints.items():  # its tokens are not among the rows
             counters[side].append(draft_counters(one))
-    for side in reversed(SIDES):
-        progress = stage_of(on_progress, f"load, {load}: {side}")
-        if aiperf is not None:
+    if aiperf is not None:
+        for side in reversed(SIDES):
             driven[side] = drive(
                 aiperf,
                 endpoints[side],
@@ -134,15 +136,10 @@ def verify_endpoints(
                 rate_per_s=settings.rate_per_s,
             )
             timed[side] = driven[side].timed
-            continue
-        if settings.rate_per_s:
-            times = poisson_times(settings.requests, settings.rate_per_s, seed=1)
-            replies = open_loop(send[side], times, clock, progress)
-        else:
-            replies = closed_loop(send[side], settings.requests, settings.concurrency, progress)
-        timed[side] = [reply.timed for reply in replies]
-        rows += [reply_row(reply, side, "load", 0) for reply in replies]
-    if aiperf is None:
+    else:
+        for side, found in _under_load(send, settings, load, on_progress).items():
+            timed[side] = [replace(reply.timed, stretch=stretch) for stretch, reply in found]
+            rows += [reply_row(reply, side, "load", 0) for _, reply in found]
         for side, one in endpoints.items():
             counters[side].append(draft_counters(one))
     asked_quality: list[Check] = []
@@ -176,6 +173,10 @@ def verify_endpoints(
         acceptance=settings.acceptance or "strict",
         servers={side: one.server for side, one in endpoints.items()},
         other_weights=settings.other_weights,
+        timed={side: timed_rows(found) for side, found in timed.items()},
+        concurrency=None if settings.rate_per_s else settings.concurrency,
+        min_tokens_per_s=settings.min_tokens_per_s,
+        min_speedup_under_load=settings.min_speedup_under_load,
     )
     approximate = fidelity_of(settings.acceptance, "sampled").fidelity == "approximate"
     unasked = not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality)
@@ -223,6 +224,24 @@ def verify_endpoints(
         ),
         fidelity="approximate" if approximate else "strict",
     )
+
+
+def _under_load(
+    send: Mapping[str, Callable[[int, float | None], Reply]],
+    settings: EndpointSettings,
+    load: str,
+    on_progress: OnProgress,
+) -> dict[str, list[tuple[int, Reply]]]:
+    """(stretch, reply) of each side. A load at a rate is not cut: a queue that grows shows only in time."""
+    if settings.rate_per_s is None:
+        progress = stage_of(on_progress, f"load, {load}, both in turn")
+        return in_turn(send, settings.requests, settings.concurrency, progress)
+    found = {}
+    for side in reversed(SIDES):
+        times = poisson_times(settings.requests, settings.rate_per_s, seed=1)
+        progress = stage_of(on_progress, f"load, {load}: {side}")
+        found[side] = [(0, reply) for reply in open_loop(send[side], times, time.perf_counter, progress)]
+    return found
 
 
 def _draws(settings: EndpointSettings) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from trtspec.stats import least_of_pairs, rate_upper_bound, times_faster
 from trtspec.verify.endpoint_acceptance import judge_acceptance, judge_comparable, judge_plain_baseline
+from trtspec.verify.endpoint_load import judge_throughput
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.load import CLOCK_SLACK
 from trtspec.verify.power import SUITE_ALPHA
@@ -38,13 +39,19 @@ def judge_endpoints(
     acceptance: str = "strict",
     servers: Mapping[str, str] | None = None,
     other_weights: bool = False,
+    timed: Mapping[str, Sequence[Row]] | None = None,
+    concurrency: int | None = None,
+    min_tokens_per_s: float | None = None,
+    min_speedup_under_load: float | None = None,
 ) -> list[Check]:
-    """Identity, token counter, acceptance and speedup of two endpoints. ``acceptance``: strict, typical,
-    relaxed or skipped, as url's owner says; ``other_weights``: the baseline serves others (16-bit ones, say),
-    so that neither identity is claimed nor tokens a step bound the speedup. ``counters``: by how much vLLM's
-    draft counters grew on each side, None where it shows none. ``margins``: of prompts with other answers the
-    baseline's tokens and the gap between its two best, ``request_id, token, nats`` a row. ``servers``: what
-    each side says it is."""
+    """Identity, token counter, acceptance, speedup and throughput of two endpoints. ``acceptance``: strict,
+    typical, relaxed or skipped, as url's owner says; ``other_weights``: the baseline serves others
+    (16-bit ones, say), so that neither identity is claimed nor tokens a step bound the speedup.
+    ``counters``: by how much vLLM's draft counters grew on each side, None where it shows none.
+    ``margins``: of prompts with other answers the baseline's tokens and the gap between its two best,
+    ``request_id, token, nats`` a row. ``servers``: what each side says it is. ``timed``: requests of each
+    side's load, in ``concurrency`` at a time (None: at a rate)."""
+    gates = {"min_tokens_per_s": min_tokens_per_s, "min_speedup_under_load": min_speedup_under_load}
     records = Records(
         "endpoints",
         {
@@ -56,8 +63,14 @@ def judge_endpoints(
             "acceptance": acceptance,
             "servers": servers,
             "other_weights": other_weights,
+            "concurrency": concurrency,
+            **gates,
         },
-        {"replies": list(rows), "margins": list(margins)},
+        {
+            "replies": list(rows),
+            "margins": list(margins),
+            **{f"load_{side}": list(found) for side, found in (timed or {}).items()},
+        },
     )
     accepted = judge_acceptance(rows, counters.get("url"), draft_tokens)
     length = accepted.measured if accepted.verdict is Verdict.MEASURED else None
@@ -69,8 +82,11 @@ def judge_endpoints(
         if other_weights
         else judge_plain_baseline(rows, counters.get("baseline")),
         accepted,
-        _speedup(rows, load, min_speedup, None if other_weights else length),
+        _speedup(rows, min_speedup, None if other_weights else length),
     ]
+    if timed:
+        length = None if other_weights else length
+        checks += judge_throughput(timed, load=load, concurrency=concurrency, length=length, **gates)
     return [replace(check, records=records) for check in checks]
 
 
@@ -308,7 +324,7 @@ def _counter(rows: Sequence[Row], max_new_tokens: int) -> Check:
     )
 
 
-def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float | None) -> Check:
+def _speedup(rows: Sequence[Row], bound: float | None, length: float | None) -> Check:
     rounds = _rounds(rows)
     runs = {side: [answers_of(rows, side, "alone", number) for number in range(rounds)] for side in SIDES}
     kept, unequal = [], 0
@@ -335,17 +351,13 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
         for side in SIDES
     }
     ratio, interval = times_faster(seconds["url"], seconds["baseline"])
-    loaded = _load_ratio(rows)
-    by_load = [{"load": "1 at a time", "speedup": ratio, "low": interval[0], "high": interval[1]}]
-    by_load += [{"load": load, "speedup": loaded, "low": None, "high": None}] if loaded else []
     evidence: dict[str, Any] = {
         "seconds": seconds,
         "prompts": len(kept),
         "unequal": unequal,
         "rounds": rounds,
         "interleaved": True,
-        "by_load": by_load,
-        "loads": [one["load"] for one in by_load],
+        "loads": ["1 at a time"],
         "acceptance_length": length,
     }
     how = (
@@ -369,10 +381,9 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
         )
         if count
     )
-    more = f" ({loaded:.2f} in tokens/s at {load})" if loaded else ""
     return gated(
         name="speedup",
-        what=f"one request at a time{more}: speedup",
+        what="one request at a time: speedup",
         measured=ratio,
         interval=interval,
         bound=bound,
@@ -383,15 +394,3 @@ def _speedup(rows: Sequence[Row], load: str, bound: float | None, length: float 
         warnings=warnings,
         evidence=evidence,
     )
-
-
-def _load_ratio(rows: Sequence[Row]) -> float | None:
-    """Seconds a token under load, the baseline's over mine; None where tokens are not told."""
-    pace = {}
-    for side in SIDES:
-        good = [row for row in rows if row["side"] == side and row["at"] == "load" and not row["error"]]
-        tokens = sum(row["tokens"] or 0 for row in good)
-        if not tokens or any(row["tokens"] is None for row in good):
-            return None
-        pace[side] = sum(row["seconds"] for row in good) / tokens
-    return pace["baseline"] / pace["url"] if pace["url"] else None

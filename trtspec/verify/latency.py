@@ -45,6 +45,8 @@ class Timed:
     tokens: int | None
     """Of the answer; None: not known."""
     error: str = ""
+    stretch: int = 0
+    """Which part of its side's load, where two sides had theirs in turn; each fills and drains for itself."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -130,8 +132,8 @@ def quantile_of(values: Sequence[float], share: float, confidence: float = CONFI
 
 @dataclass(frozen=True)
 class Rates:
-    """``duration_s``: first request due to last answer. ``goodput``: requests a second within the objectives;
-    ``within``: the share of all requests that meet them, with its Clopper-Pearson interval."""
+    """``duration_s``: first request due to last answer, of each stretch. ``goodput``: requests a second
+    within the objectives; ``within``: the share of all that meet them, with its Clopper-Pearson interval."""
 
     requests: int
     failed: int
@@ -147,7 +149,10 @@ def rates(records: Sequence[Timed], objectives: Objectives) -> Rates:
     """Throughput and goodput. Without objectives goodput is the throughput of requests that did not fail."""
     if not records:
         raise ValueError("no requests")
-    duration = max(record.ended_s for record in records) - min(record.due_s for record in records)
+    duration = sum(
+        max(record.ended_s for record in one) - min(record.due_s for record in one)
+        for one in _stretches(records)
+    )
     good = [record for record in records if not record.error]
     met = sum(objectives.met(record) for record in records)
     counts = [record.tokens for record in good]
@@ -176,6 +181,9 @@ def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[
     """
     if not records:
         return []
+    stretches = _stretches(records)
+    if len(stretches) > 1:
+        return [kept for one in stretches for kept in steady(one, concurrency=concurrency)]
     if concurrency is None:
         start = min(record.due_s for record in records)
         cut = start + 0.1 * (max(record.due_s for record in records) - start)
@@ -186,6 +194,13 @@ def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[
     filled = ends[min(concurrency, len(ends)) - 1]
     last_sent = max(record.sent_s for record in records)
     return [record for record in records if record.sent_s >= filled and record.ended_s <= last_sent]
+
+
+def _stretches(records: Sequence[Timed]) -> list[list[Timed]]:
+    found: dict[int, list[Timed]] = {}
+    for record in records:
+        found.setdefault(record.stretch, []).append(record)
+    return list(found.values())
 
 
 def oversaturated(records: Sequence[Timed], offered_per_s: float) -> str:
@@ -428,6 +443,7 @@ def timed_from(rows: Sequence[Row]) -> list[Timed]:
             row["ended_s"],
             row["tokens"],
             row["error"],
+            row.get("stretch", 0),
         )
         for row in rows
     ]

@@ -419,7 +419,10 @@ def rejudge(records: Records) -> list[Check]:
         case "endpoints":
             from trtspec.verify.endpoint_verdict import judge_endpoints
 
-            return judge_endpoints(tables["replies"], margins=tables["margins"], **arguments)
+            timed = {
+                name.removeprefix("load_"): rows for name, rows in tables.items() if name.startswith("load_")
+            }
+            return judge_endpoints(tables["replies"], margins=tables["margins"], timed=timed, **arguments)
         case "endpoint_sampled":
             from trtspec.verify.endpoint_sampled import judge_draws
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from trtspec.recipe import Gates
 from trtspec.recipe_facts import LOAD_GATES
 from trtspec.stats import Array, Interval, bootstrap, ratio_of_sums
+from trtspec.verify.endpoint_load import lost_to_stretches
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.latency import judge_latency, oversaturated, quantile_of, steady, timed_from
 from trtspec.verify.records import Records, Row
@@ -121,9 +122,10 @@ def judge_tails(
     rate_per_s: float | None,
     gates: Mapping[str, float | None],
     clock: str,
+    besides: int = 0,
 ) -> list[Check]:
     """The gates ``max_p99_ttft_ms`` and ``max_p99_tpot_ms`` on the requests of one side. A quantile of too
-    few decides nothing."""
+    few decides nothing; ``besides``: how many more a longer load takes out of the steady state."""
     bounds = {f"max_p99_{metric}_ms": gates[f"max_p99_{metric}_ms"] for metric in ("ttft", "tpot")}
     arguments = {
         "load": load,
@@ -131,6 +133,7 @@ def judge_tails(
         "rate_per_s": rate_per_s,
         "gates": bounds,
         "clock": clock,
+        "besides": besides,
     }
     records = Records("tails", arguments, {"requests": list(rows)})
     found = timed_from(rows)
@@ -147,7 +150,7 @@ def judge_tails(
         evidence = {"p99_ms": one.value, "loads": [load]}
         name = f"p99_{metric}"
         if one.value is None or one.interval is None:
-            more = len(found) + one.needed - one.n
+            more = len(found) + one.needed - one.n + besides
             text = (
                 f"{what} refused, {one.n} requests in the steady state and {one.needed} needed; "
                 f"--requests {more} would do; gate: at most {bound:g}"
@@ -182,19 +185,16 @@ def judge_tails(
 
 
 def with_load_gates(report: Report, gates: Gates) -> Report:
-    """A report on two endpoints with the recipe's gates on their load: tails from the requests of url; what
-    no client can show of a server is skipped, which is not passed."""
+    """A report on two endpoints with the recipe's gates on the tails of url's load."""
     found = next((check for check in report.checks if check.name == "latency_url"), None)
     bounds = {key: getattr(gates, key) for key in LOAD_GATES}
     checks: list[Check] = []
     if found is not None and found.records is not None:
         arguments = found.records.arguments
         given = {key: arguments[key] for key in ("load", "concurrency", "rate_per_s")}
-        checks += judge_tails(found.records.tables["requests"], **given, gates=bounds, clock="client's clock")
-    for name, key in (("throughput", "min_tokens_per_s"), ("speedup_under_load", "min_speedup_under_load")):
-        if bounds[key] is not None:
-            reason = f"gates.{key} is about an engine in this process: trtspec verify ENGINE"
-            checks.append(skipped(name, reason, True))
+        cut = lost_to_stretches(arguments["concurrency"] or 0)
+        requests = found.records.tables["requests"]
+        checks += judge_tails(requests, **given, gates=bounds, clock="client's clock", besides=cut)
     return replace(report, checks=(*report.checks, *checks))
 
 
