@@ -119,8 +119,39 @@ def test_the_steady_state_leaves_out_filling_and_draining():
     kept = steady(records, concurrency=8)
     assert 0 < len(kept) < 80
     assert all(record.sent_s >= 1.0 and record.ended_s <= 9.0 for record in kept)
+    assert len(kept) == 80 - 2 * 8
     assert len(steady(queue(2.0, 0.1))) < 400
     assert steady([], concurrency=2) == []
+
+
+def mixed(seed: int, slots: int = 8, count: int = 48) -> list[Timed]:
+    """A closed loop whose answers take one second, or, one in four, ten."""
+    rng = np.random.default_rng(seed)
+    free, records = [0.0] * slots, []
+    for number in range(count):
+        slot = int(np.argmin(free))
+        tokens = 100 if rng.random() < 0.25 else 10
+        records.append(made(number, free[slot], 0.1, 0.1, tokens=tokens))
+        free[slot] = records[-1].ended_s
+    return records
+
+
+def test_the_steady_state_has_as_many_long_answers_as_the_load_and_its_rate_is_that_of_all_slots():
+    runs = [mixed(seed) for seed in range(300)]
+
+    def share_of_long(kept: list[list[Timed]]) -> float:
+        return sum(one.tokens == 100 for run in kept for one in run) / sum(map(len, kept))
+
+    assert share_of_long([steady(run, concurrency=8) for run in runs]) == pytest.approx(0.25, abs=0.03)
+    whole = [
+        [one for one in run if one.sent_s >= 1.0 and one.ended_s <= max(other.sent_s for other in run)]
+        for run in runs
+    ]
+    assert share_of_long(whole) < 0.18  # what lies wholly within leaves out the long ones
+    found = [rates(run, Objectives(), concurrency=8).tokens_per_s for run in runs]
+    assert np.mean(found) == pytest.approx(80.0, rel=0.02)  # eight slots, a token each 0.1 s
+    inner = [rates(one, Objectives()).tokens_per_s for one in whole if one]
+    assert np.mean(inner) < 70  # as if slots were empty at the edges
 
 
 def test_over_saturation_is_seen_and_a_busy_server_is_not_accused():

@@ -2,22 +2,22 @@
 
 A server cannot be stopped between two steps, as an engine in this process can. So the load is cut into
 stretches, and the endpoints have them in turn (ABBA): what slows machine or network for a while hits
-neighbours alike. Every stretch fills and drains; its *window* runs from when as many requests have ended as
-are in flight to when its last one is sent. Intervals are Student's t over stretches, which are as independent
-as anything here is; requests of one stretch share their steps and are not.
+neighbours alike. Every stretch fills and drains; what arrives in its window counts. Intervals are Student's
+t over stretches, which are as independent as anything here is; requests of one stretch share their steps and
+are not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from trtspec.stats import Interval, mean_interval
 from trtspec.verify.arrivals import closed_loop
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.latency import Timed, timed_from
+from trtspec.verify.latency import Timed, timed_from, window_of
 from trtspec.verify.records import Row
 from trtspec.verify.sanity import impossible_speedup
 
@@ -68,35 +68,10 @@ def in_turn(
     return found
 
 
-@dataclass(frozen=True)
-class Window:
-    """Tokens that arrived in the steady part of a stretch, and its seconds."""
-
-    tokens: float
-    seconds: float
-
-
-def window_of(records: Sequence[Timed], concurrency: int) -> Window | None:
-    """The window of one stretch; None if it is empty, or if nobody counted the tokens of an answer.
-
-    An answer's tokens are spread evenly over its pieces: nobody says how many a piece held. A request that
-    failed takes its time and brings nothing.
-    """
-    if len(records) <= concurrency:
-        return None
-    start = sorted(record.ended_s for record in records)[concurrency - 1]
-    end = max(record.sent_s for record in records)
-    if end <= start:
-        return None
-    tokens = 0.0
-    for record in records:
-        if record.error or not record.arrivals_s:
-            continue
-        if record.tokens is None:
-            return None
-        inside = sum(start < at <= end for at in record.arrivals_s)
-        tokens += record.tokens * inside / len(record.arrivals_s)
-    return Window(tokens, end - start)
+def _pace(stretch: Sequence[Timed], concurrency: int) -> float:
+    """Tokens a second in the window of a stretch; 0 without one."""
+    window = window_of(stretch, concurrency)
+    return 0.0 if window is None else (window.tokens(stretch) or 0.0) / (window.end_s - window.start_s)
 
 
 def judge_throughput(
@@ -117,22 +92,28 @@ def judge_throughput(
 
     if concurrency is None:
         return left_out("with arrivals at a rate both sides give what was asked for: --concurrency tells")
-    windows: dict[str, dict[int, Window]] = {}
+    paces: dict[str, dict[int, float]] = {}
     for side, found in rows.items():
         timed = timed_from(found)
         if any(one.tokens is None and not one.error for one in timed):
             return left_out(f"{side} does not say how many tokens an answer has")
-        stretches = {one.stretch for one in timed}
         of = {
-            number: window_of([one for one in timed if one.stretch == number], concurrency)
-            for number in stretches
+            number: _pace([one for one in timed if one.stretch == number], concurrency)
+            for number in {one.stretch for one in timed}
         }
-        windows[side] = {number: window for number, window in of.items() if window and window.tokens}
-    both = sorted(set(windows["url"]) & set(windows["baseline"]))
+        paces[side] = {number: value for number, value in of.items() if value}
+    at_once = max(map(len, rows.values()))
+    if stretches_of(at_once, concurrency) > 1 and all(
+        row["stretch"] == 0 for of in rows.values() for row in of
+    ):
+        return left_out(
+            "each side had its whole load at once (AIPerf): without --driver they have it in turn"
+        )
+    both = sorted(set(paces["url"]) & set(paces["baseline"]))
     if not both:
         least = _LEAST_ROUNDS * concurrency
         return left_out(f"no steady state on both sides: --requests {least} at least, at {load}")
-    pace = {side: [of[number].tokens / of[number].seconds for number in both] for side, of in windows.items()}
+    pace = {side: [of[number] for number in both] for side, of in paces.items()}
     rates = {side: mean_interval(values) for side, values in pace.items()}
     logs = [math.log(mine / theirs) for mine, theirs in zip(pace["url"], pace["baseline"], strict=True)]
     mean, (low, high) = mean_interval(logs)

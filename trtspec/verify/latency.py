@@ -131,13 +131,52 @@ def quantile_of(values: Sequence[float], share: float, confidence: float = CONFI
 
 
 @dataclass(frozen=True)
+class Window:
+    """The steady part of a closed loop (of one stretch): from when as many requests have ended as are in
+    flight to when the last one is sent, seconds on the client's clock."""
+
+    start_s: float
+    end_s: float
+
+    def ended(self, records: Sequence[Timed]) -> list[Timed]:
+        return [record for record in records if self.start_s < record.ended_s <= self.end_s]
+
+    def tokens(self, records: Sequence[Timed]) -> float | None:
+        """Tokens that arrived in it, also of requests that began before or end later; None: not counted.
+
+        An answer's tokens are spread evenly over its pieces: nobody says how many a piece held. A request
+        that failed brings nothing.
+        """
+        total = 0.0
+        for record in records:
+            if record.error or not record.arrivals_s:
+                continue
+            if record.tokens is None:
+                return None
+            inside = sum(self.start_s < at <= self.end_s for at in record.arrivals_s)
+            total += record.tokens * inside / len(record.arrivals_s)
+        return total
+
+
+def window_of(records: Sequence[Timed], concurrency: int) -> Window | None:
+    """The window of one stretch, None where it is empty."""
+    if len(records) <= concurrency:
+        return None
+    start = sorted(record.ended_s for record in records)[concurrency - 1]
+    end = max(record.sent_s for record in records)
+    return Window(start, end) if end > start else None
+
+
+@dataclass(frozen=True)
 class Rates:
-    """``duration_s``: first request due to last answer, of each stretch. ``goodput``: requests a second
-    within the objectives; ``within``: the share of all that meet them, with its Clopper-Pearson interval."""
+    """``duration_s``: of the windows of a closed loop, else first request due to last answer.
+    ``ended_per_s``: failed ones too. ``goodput``: requests a second within the objectives; ``within``: the
+    share of ``requests``, those of the steady state, that meet them, with its Clopper-Pearson interval."""
 
     requests: int
     failed: int
     duration_s: float
+    ended_per_s: float
     requests_per_s: float
     tokens_per_s: float | None
     goodput: float
@@ -145,27 +184,40 @@ class Rates:
     within_interval: Interval
 
 
-def rates(records: Sequence[Timed], objectives: Objectives) -> Rates:
-    """Throughput and goodput. Without objectives goodput is the throughput of requests that did not fail."""
+def rates(records: Sequence[Timed], objectives: Objectives, *, concurrency: int | None = None) -> Rates:
+    """Throughput and goodput. Without objectives goodput is the throughput of requests that did not fail.
+
+    Of a closed loop (``concurrency``) what ends and arrives within its windows counts. Requests that lie
+    wholly within would be too few: those in flight at its edges did their share in it.
+    """
     if not records:
         raise ValueError("no requests")
-    duration = sum(
-        max(record.ended_s for record in one) - min(record.due_s for record in one)
+    kept = steady(records, concurrency=concurrency) or records
+    parts = [
+        (window, one)
         for one in _stretches(records)
-    )
-    good = [record for record in records if not record.error]
-    met = sum(objectives.met(record) for record in records)
-    counts = [record.tokens for record in good]
+        if concurrency is not None and (window := window_of(one, concurrency)) is not None
+    ]
+    if parts:
+        duration = sum(window.end_s - window.start_s for window, _ in parts)
+        ended = [record for window, one in parts for record in window.ended(one)]
+        counts = [window.tokens(one) for window, one in parts]
+    else:
+        ended = list(kept)
+        duration = max(one.ended_s for one in kept) - min(one.due_s for one in kept)
+        counts = [one.tokens for one in kept if not one.error]
     total = None if None in counts else sum(count for count in counts if count is not None)
+    met = sum(objectives.met(record) for record in kept)
     return Rates(
-        len(records),
-        len(records) - len(good),
+        len(kept),
+        sum(bool(record.error) for record in kept),
         duration,
-        len(good) / duration,
+        len(ended) / duration,
+        sum(not record.error for record in ended) / duration,
         None if total is None else total / duration,
-        met / duration,
-        met / len(records),
-        rate_interval(met, len(records)),
+        sum(objectives.met(record) for record in ended) / duration,
+        met / len(kept),
+        rate_interval(met, len(kept)),
     )
 
 
@@ -175,8 +227,9 @@ def rates(records: Sequence[Timed], objectives: Objectives) -> Rates:
 def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[Timed]:
     """The requests of the steady state.
 
-    Closed loop (``concurrency``): not those that were in flight while it filled (they met an emptier server)
-    nor those answered after the last one was sent (it drains). Open loop: those due in the first tenth of the
+    Closed loop (``concurrency``): not those sent while it filled (they met an emptier server), nor the last
+    to be sent, which drain. Which those are is told by when they were *sent*: to leave out what ended late
+    would leave out the long ones. Open loop: those due in the first tenth of the
     time are warm-up. Empty where nothing is left.
     """
     if not records:
@@ -192,8 +245,8 @@ def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[
         return sorted(records, key=lambda record: record.sent_s)[1:]  # one at a time neither fills nor drains
     ends = sorted(record.ended_s for record in records)
     filled = ends[min(concurrency, len(ends)) - 1]
-    last_sent = max(record.sent_s for record in records)
-    return [record for record in records if record.sent_s >= filled and record.ended_s <= last_sent]
+    by_sending = sorted(records, key=lambda record: record.sent_s)
+    return [record for record in by_sending[:-concurrency] if record.sent_s >= filled]
 
 
 def _stretches(records: Sequence[Timed]) -> list[list[Timed]]:
@@ -323,7 +376,7 @@ def judge_latency(
     if len(kept) == len(found) and len(found) > 1:
         doubts.append("no steady state: the run is too short to leave filling and draining out")
     warnings = tuple(doubt for doubt in doubts if doubt)
-    total = rates(kept, slo)
+    total = rates(found, slo, concurrency=concurrency)
     values = {
         "TTFT": [v for record in kept if (v := record.ttft_s) is not None],
         "TPOT": [v for record in kept if (v := record.tpot_s) is not None],
@@ -333,25 +386,26 @@ def judge_latency(
     }
     table: dict[str, dict[str, Any]] = {}
     details: list[str] = []
-    refused: dict[int, dict[str, int]] = {}
+    refused: dict[tuple[int, str], list[str]] = {}
     for metric, numbers in values.items():
         table[metric] = {}
-        told = []
+        told, needs = [], []
         for share in QUANTILES:
             one = quantile_of(numbers, share)
-            key = f"p{share * 100:g}_ms"
+            name_of = f"p{share * 100:g}"
             if one.value is None or one.interval is None:
-                table[metric][key] = None
-                refused.setdefault(one.n, {})[key[:-3]] = one.needed
+                table[metric][f"{name_of}_ms"] = None
+                needs.append(f"{name_of} needs {one.needed}")
                 continue
             low, high = one.interval
-            table[metric][key] = one.value * 1e3
-            table[metric][f"{key[:-3]}_interval_ms"] = [low * 1e3, high * 1e3]
-            told.append(f"{key[:-3]} {one.value * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
+            table[metric][f"{name_of}_ms"] = one.value * 1e3
+            table[metric][f"{name_of}_interval_ms"] = [low * 1e3, high * 1e3]
+            told.append(f"{name_of} {one.value * 1e3:.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})")
         details.append(f"{metric}: {', '.join(told) if told else 'no quantile'}")
-    for count, needs in refused.items():
-        told_needs = ", ".join(f"{quantile} needs {needed}" for quantile, needed in needs.items())
-        details.append(f"refused, too few requests ({count}): {told_needs}")
+        if needs:
+            refused.setdefault((len(numbers), ", ".join(needs)), []).append(metric)
+    for (count, needed), metrics in refused.items():
+        details.append(f"refused for {', '.join(metrics)}, too few requests ({count}): {needed}")
     gaps = [gap for record in kept for gap in record.gaps_s]
     tokens = "" if total.tokens_per_s is None else f", {total.tokens_per_s:.1f} tokens/s"
     summary = (
@@ -401,7 +455,7 @@ def judge_latency(
     verdict = Verdict.MEASURED if bound is None else gate_verdict(total.within_interval, bound, "at least")
     low, high = total.within_interval
     text = (
-        f"{side} at {load}: goodput {total.goodput:.3g} of {total.requests / total.duration_s:.3g} "
+        f"{side} at {load}: goodput {total.goodput:.3g} of {total.ended_per_s:.3g} "
         f"requests/s within {told_slo}: {total.within:.1%} ({low:.1%} to {high:.1%})"
     )
     if any(doubt.startswith("over-saturated") for doubt in doubts) and verdict is Verdict.PASS:
