@@ -92,7 +92,7 @@ def test_many_divergences_are_cut_and_counted() -> None:
     many = tuple(Divergence(f"p{i}", 3, 1, 2, gap_nats=0.05) for i in range(11))
     lines = judged(*many).details
     assert len(lines) == 8
-    assert lines[5] == "and 6 more, in the report (-o)"
+    assert lines[5] == "and 6 more, all of them in the JSON report"
 
 
 def test_divergences_carry_the_tokens_texts(tmp_path: Path) -> None:

@@ -118,10 +118,26 @@ def test_the_terms_add_up_to_the_whole_difference_whatever_was_measured():
     for at, row in enumerate(found["runs"]):
         row["seconds"] += 0.003 * (at % 5)
         row["target_s"] += 0.001 * (at % 3)
-    evidence = judge_prediction(**found).evidence
+    check = judge_prediction(**found)
+    evidence = check.evidence
     shares = evidence["share_of_predicted_time"]
     mine = 1 + sum(value for term, value in shares.items() if term != "plain step")
+    assert f"{evidence['measured'] / evidence['predicted']:.3f} times the predicted speedup" in " ".join(
+        check.details
+    )
     assert evidence["measured"] == pytest.approx(evidence["predicted"] * (1 + shares["plain step"]) / mine)
+
+
+def test_a_machine_that_changed_its_pace_is_said_and_a_slow_side_is_none():
+    found = copy.deepcopy(made())
+    for row in found["runs"]:
+        for key in ("seconds", "target_s", "draft_s"):
+            row[key] *= 1.4
+    check = judge_prediction(**found)
+    assert check.evidence["agree"]
+    assert "changed its pace" in check.warnings[0]
+    for quiet in (made(), *map(broken, TERMS)):
+        assert judge_prediction(**quiet).warnings == ()
 
 
 def test_one_slow_step_does_not_move_the_model():

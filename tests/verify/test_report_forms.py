@@ -357,3 +357,19 @@ def test_every_problem_of_a_file_is_told_at_once():
     twice = report.to_json(made_report(*[Check("a", Verdict.PASS, "", True)] * 2))
     with pytest.raises(InputError, match="twice"):
         report_from(twice, "r.json")
+
+
+def test_no_median_of_a_few_requests_is_drawn_or_told():
+    """The two middle ones of four are no median that stands for anything (order statistics need six)."""
+    told = {}
+    for n in (5, 6):
+        seconds = {"recipe": [[0.1 * i for i in range(n)]]}
+        check = Check("speedup", Verdict.MEASURED, "x", False, evidence={"seconds": seconds})
+        (figure,) = [
+            one for one in figures(made_report(check), i18n.speaker("en")) if "Time of a request" in one.title
+        ]
+        told[n] = figure.text, figure.rows[0][2:]
+    assert "too few (5) for a median" in told[5][0]
+    assert told[5][1] == ("", "")
+    assert "Median" in told[6][0]
+    assert told[6][1] == ("0.2", "")

@@ -7,9 +7,21 @@ from collections.abc import Sequence
 from trtspec.engine import Engine
 from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
+from trtspec.recipe_facts import fidelity
 from trtspec.ruler import run
 from trtspec.verify.lossless import requests_for
 from trtspec.verify.settings import Settings
+
+_PARAMETERS_STEPS = 300
+"""Plain steps that sampling_parameters takes."""
+
+
+def sampled_s(step_s: float, settings: Settings, recipe: Recipe) -> float:
+    """Seconds of the sampled answers where a plain step takes ``step_s``: two runs in batches, with drafts
+    and without, and a pass over each answer. Fitted, as the factors below."""
+    answers = -(-settings.sampled_tokens // settings.max_new_tokens)
+    batches = -(-answers // recipe.limits.max_batch_size)
+    return step_s * (20 * batches * settings.max_new_tokens + 16 * answers)
 
 
 def estimate_s(
@@ -46,7 +58,12 @@ def estimate_s(
         seconds += 1.75 * plain * batches * tokens * 4
     runs = settings.rounds * min(settings.race_prompts, len(prompts)) * min(settings.race_tokens, tokens)
     if speculates:
-        seconds += 1.3 * (runs + runs / settings.rounds) * plain * 2
+        # The race, and its requests once more, timed step by step.
+        seconds += 1.3 * (runs + 2 * runs / settings.rounds) * plain * 2
+        seconds += _PARAMETERS_STEPS * plain
+        needed, most = sampled_s(plain, settings, recipe), settings.sampled_seconds
+        if settings.sampled and fidelity(recipe) == "strict" and (most is None or needed <= most):
+            seconds += needed
     if quantizes or second:
         seconds += 1.3 * runs * (baseline + (0 if speculates else plain))
     if exact or exact_of_other:

@@ -226,9 +226,14 @@ def _temperature(probes: _Probes) -> Obeyed:
     except MissingError as error:
         return Obeyed("temperature", None, str(error))
     hot = {tuple(one.tokens for one in probes.ask(Sampling(_HOT, seed=seed))) for seed in (1, 2)}
-    share = f"at {_COLD:g} {cold:.0%} of the tokens are the most likely ones"
-    found = f"{share}; at {_HOT:g} {len(hot)} of 2 seeds differ"
+    share = f"at temperature {_COLD:g} {_likely(cold)}"
+    found = f"{share}; at temperature {_HOT:g} {'both seeds differ' if len(hot) > 1 else 'both seeds agree'}"
     return Obeyed("temperature", cold >= _AGREES and len(hot) > 1, found)
+
+
+def _likely(share: float) -> str:
+    rest = f" ({_AGREES:.0%} needed: near ties cost a few)" if share < 1 else ""
+    return f"{share:.0%} of the tokens are the most likely ones{rest}"
 
 
 def _cut(probes: _Probes, name: str, sampling: Sampling) -> Obeyed:
@@ -237,9 +242,7 @@ def _cut(probes: _Probes, name: str, sampling: Sampling) -> Obeyed:
     except MissingError as error:
         return Obeyed(name, None, str(error))
     value = getattr(sampling, name)
-    found = (
-        f"at temperature {_HOT:g} with {name} {value:g} {share:.0%} of the tokens are the most likely ones"
-    )
+    found = f"at temperature {_HOT:g} with {name} {value:g} {_likely(share)}"
     return Obeyed(name, share >= _AGREES, found)
 
 

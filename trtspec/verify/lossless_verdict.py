@@ -20,6 +20,7 @@ has each of them excused, and not their number. More than that is left to the pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -277,7 +278,7 @@ def _details(
     """Every divergence (the first few), the bound on their rate, and what batching alone does."""
     lines = _listed(comparison, noise, rounds, _SHOWN)
     if comparison.positions:
-        below = f"{upper:.2g}" if upper < 0.001 else f"{upper:.2%}"
+        below = f"{_up(upper):.3g}" if upper < 0.001 else f"{100 * _up(upper):.3g}%"
         rule = " (less than 3/n)" if not comparison.divergences else ""
         lines.append(
             f"mismatch rate: {len(comparison.divergences)} of {comparison.positions} compared tokens, below "
@@ -292,10 +293,16 @@ def _details(
     return tuple(lines)
 
 
+def _up(value: float) -> float:
+    """An upper bound to three figures, rounded up."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 2) if value > 0 else 1.0
+    return min(1.0, math.ceil(value / step - 1e-9) * step)
+
+
 def _listed(comparison: Comparison, noise: Noise, rounds: bool, most: int) -> list[str]:
     shown = [_place(divergence, noise, rounds) for divergence in comparison.divergences[:most]]
     if (more := len(comparison.divergences) - most) > 0:
-        shown.append(f"and {more} more, in the report (-o)")
+        shown.append(f"and {more} more, all of them in the JSON report")
     return shown
 
 

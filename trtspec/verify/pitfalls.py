@@ -184,7 +184,9 @@ def _alpha_without_tau(known: _Known) -> _Answer:
 
 def _unquantized_draft(known: _Known) -> _Answer:
     kind = known.at("speculation", "kind")
-    if not known.quantizes or kind in (None, "none", "ngram", "lookahead"):
+    if not known.quantizes:
+        return "does not apply", "plain", {}
+    if kind in (None, "none", "ngram", "lookahead"):
         return "does not apply", "none", {}
     if kind == "draft_model":
         drafts = known.at("speculation", "quantization", "kind")

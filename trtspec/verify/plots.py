@@ -19,6 +19,7 @@ from html import escape
 
 from trtspec.verify.gates import Check, finite
 from trtspec.verify.i18n import TEXTS, Say, task_title
+from trtspec.verify.latency import quantile_of
 from trtspec.verify.report import Report
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 44, 16, 26, 42
@@ -243,9 +244,13 @@ def _cdf(title: str, series: Mapping[str, list[float]], unit: str, say: Say) -> 
         y = 10 + 16 * number
         body.append(_line(f"curve s{number}", _LEFT, _LEFT + 28, y, y))
         body.append(_text(_LEFT + 34, y + 4, _cut(label, 40), "start"))
-        quantiles = [values[min(len(values) - 1, math.ceil(q * len(values)) - 1)] for q in (0.5, 0.9)]
-        texts.append(say("plot.latency.text", name=label, value=f"{quantiles[0]:.4g}"))
-        table.append((label, str(len(values)), *(f"{value:.4g}" for value in quantiles)))
+        middle, most = (quantile_of(values, share).value for share in (0.5, 0.9))
+        texts.append(
+            say("plot.latency.few", name=label, n=len(values))
+            if middle is None
+            else say("plot.latency.text", name=label, value=f"{middle:.4g}")
+        )
+        table.append((label, str(len(values)), *("" if v is None else f"{v:.4g}" for v in (middle, most))))
     shares = [(v, f"{v:.0%}") for v in (0, 0.5, 0.9, 1)]
     frame = axes.frame(_ticks(*axes.xs), shares, unit, "")
     columns = (say("plot.latency"), say("n"), "p50", "p90")

@@ -159,9 +159,15 @@ def verify(
             exact_of_other=own_proof is not None,
         )
         seconds *= 1 + len(sampled) * settings.samples / (4 * len(prompts))
-        say(f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now")
-        if served is not None:
-            say(f"that is without {len(served.requests)} requests of each side under load ({served.told})")
+        besides = [
+            *(["tasks and retrieval"] if plan.items or plan.harness or plan.retrieval else []),
+            *(["the load matrix"] if loads is not None else []),
+            *([f"{len(served.requests)} requests of each side under load ({served.told})"] if served else []),
+        ]
+        more = f", without {', '.join(besides)}" if besides else ""
+        say(
+            f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now{more}"
+        )
         checks, answers, theirs = _measure(
             built, pair, engines, prompts, texts, tokenizer, settings, proof, own_proof, on_progress
         )

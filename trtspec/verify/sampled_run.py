@@ -10,6 +10,7 @@ from trtspec.prompts import Prompt
 from trtspec.recipe import Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import max_draft, run, stage_of
+from trtspec.verify.duration import sampled_s
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.labels import check_parameters, recipe_labels
 from trtspec.verify.lossless import requests_for
@@ -41,7 +42,8 @@ def sampled_checks(
     elif not settings.sampled:
         reason = "not asked for (--no-sampled)"
     elif (limit := settings.sampled_seconds) is not None:
-        seconds = _seconds(plain, prompts, settings, recipe)
+        step_s = run(plain, requests_for(prompts[:1], 4, frozenset()), draft_limit=0).seconds / 4
+        seconds = sampled_s(step_s, settings, recipe)
         if seconds > limit:
             reason = f"would take about {seconds:.0f} s, more than a quick run has; --sampled runs it"
     checks = [skipped("sampled", reason, False)] if reason else []
@@ -72,12 +74,3 @@ def sampled_checks(
         on_progress=progress("sampling_parameters: which are honoured while drafting"),
     )
     return [*checks, parameters]
-
-
-def _seconds(plain: Engine, prompts: Sequence[Prompt], settings: Settings, recipe: Recipe) -> float:
-    """About how long the sampled answers take: two runs in batches, and a pass over each answer."""
-    requests = requests_for(prompts[:1], 4, frozenset())
-    step_s = run(plain, requests, draft_limit=0).seconds / 4
-    answers = -(-settings.sampled_tokens // settings.max_new_tokens)
-    batches = -(-answers // recipe.limits.max_batch_size)
-    return step_s * (2 * 2.5 * batches * settings.max_new_tokens + 2 * 2 * answers)
