@@ -79,6 +79,35 @@ def test_the_mistake_that_is_shown_reads_so(
     assert line in README.splitlines()
 
 
+TRANSCRIPT = README[README.index("~~~console") : README.index("\n~~~\n")]
+
+
+def untold(prose: str, transcript: str) -> list[str]:
+    """Decimals of the prose that no number of the transcript rounds to."""
+    found = [float(number) for number in re.findall(r"(?<![\w.])\d+\.\d+", transcript)]
+    return [
+        number
+        for number in re.findall(r"(?<![\w.])\d+\.\d+", prose)
+        if not any(f"{one:.{len(number.split('.')[1])}f}" == number for one in found)
+    ]
+
+
+def test_what_is_said_of_the_run_is_in_the_run() -> None:
+    start = README.index("Read it as an engineer would.")
+    prose = README[start : README.index("\n\n", start)]
+    assert len(re.findall(r"\d\.\d", prose)) > 5
+    assert untold(prose, TRANSCRIPT) == []
+    assert untold(prose.replace("1.", "7."), TRANSCRIPT)  # a stale number is seen
+
+
+def test_the_chinese_excerpt_is_of_the_same_run() -> None:
+    text = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+    start = text.index("$ trtspec bench drafters")
+    lines = text[start : text.index("\n```", start)].splitlines()
+    assert len(lines) > 5
+    assert set(lines) <= set(TRANSCRIPT.splitlines())
+
+
 # Row of the table, in English and Chinese -> what its recipes say.
 ROWS = {
     ("16 bit, no speculation", "16 位，不推测"): "speculation: {kind: none}",

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import trtspec.cli
 from trtspec.cli import COMMANDS, cli, main
 from trtspec.cli.output import Progress, human_bytes, human_seconds, print_json
+from trtspec.cli.verify import verify
+from trtspec.cli.verify_help import SECTIONS, name_of
 from trtspec.errors import GateFailed, InconclusiveError, InputError, MissingError, Problem, TrtspecError
 
 HEAVY = ("torch", "pydantic", "yaml", "numpy", "transformers", "modelopt", "tokenizers", "jinja2", "grpc")
@@ -386,3 +389,14 @@ def test_the_group_is_a_click_group() -> None:
     """Other code may invoke verbs through it; it lists them without importing any."""
     assert cli.list_commands(click.Context(cli)) == list(COMMANDS)
     assert cli.get_command(click.Context(cli), "nothing") is None
+
+
+def test_the_help_of_verify_shows_every_option_under_one_title():
+    listed = [name for names in SECTIONS.values() for name in names]
+    options = [param for param in verify.get_params(click.Context(verify)) if isinstance(param, click.Option)]
+    assert sorted(listed) == sorted(map(name_of, options))
+    text = CliRunner().invoke(verify, ["--help"]).output
+    for option in options:
+        assert len(re.findall(rf"^  .*(?<![\w-]){option.opts[-1]}(?![\w-])", text, re.MULTILINE)) >= 1, (
+            option.opts
+        )

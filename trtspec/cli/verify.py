@@ -12,6 +12,7 @@ import click
 
 from trtspec.cli.output import FloatRange, Progress, Session, UserPath, print_json
 from trtspec.cli.report import form_options, rendered
+from trtspec.cli.verify_help import Sectioned
 from trtspec.cli.verify_modes import (
     endpoint_draws,
     json_file_option,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _FILE = UserPath()
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @click.argument("engine", type=_FILE, required=False)
 @click.option(
     "--prompts", type=_FILE, help="JSONL file with messages, prompt or text a line.  [default: ours]"
