@@ -247,14 +247,16 @@ def test_every_text_stands_in_both_languages_with_the_same_fields():
 def test_every_text_that_is_said_exists_and_every_text_is_said():
     source = "\n".join(
         (ROOT / "trtspec/verify" / f"{name}.py").read_text()
-        for name in ("render", "html", "junit", "plots", "pitfalls", "report")
+        for name in ("render", "html", "junit", "plots", "pitfalls", "report", "answers")
     )
     said = set(re.findall(r"say\(\s*\"([^\"{]+)\"", source))
     assert said - set(i18n.TEXTS) == set()
     literals = set(re.findall(r"[\"']([A-Za-z][A-Za-z0-9./ -]*)[\"']", source))
     values = {verdict.name for verdict in Verdict} | {"at least", "at most"}
-    built = ("check.", "unit.", "task.", "side.", "pitfall.", "plot.margins.")
+    built = ("check.", "unit.", "task.", "side.", "pitfall.", "plot.margins.", "ask.", "answer.")
     assert {k for k in i18n.TEXTS if not k.startswith(built)} - literals - values == set()
+    words = {key.split(".", 1)[1] for key in i18n.TEXTS if key.startswith(("ask.", "answer."))}
+    assert words - literals - {key.split(".", 1)[1] for key in said if key.startswith("answer.")} == set()
     for one in IDS:
         assert f"pitfall.{one}" in i18n.TEXTS
 

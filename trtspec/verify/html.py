@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trtspec.verify.answers import answers
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import Lang, Say, check_title, speaker
 from trtspec.verify.phrases import told
@@ -64,10 +65,18 @@ def _header(report: Report, title: str, say: Say, lang: Lang) -> str:
     return (
         f'<header class="{word.lower()}"><h1>{escape(title)}</h1>'
         f'<p class="verdict"><span class="mark" aria-hidden="true">{MARKS[word]}</span> '
-        f"{escape(verdict(report, lang))}</p>{label}"
+        f"{escape(verdict(report, lang))}</p>{label}{_answers(report, say)}"
         f"<p class='meta'><code>{escape(report.engine)}</code><br>{_against(report, say)}"
         f"{escape(report.created)}</p></header>\n"
     )
+
+
+def _answers(report: Report, say: Say) -> str:
+    found = "".join(
+        f"<div><dt>{escape(question)}</dt><dd>{escape(text).replace('_', '_<wbr>')}</dd></div>"
+        for question, text in answers(report, say)
+    )
+    return f'<dl class="answers">{found}</dl>' if found else ""
 
 
 def _against(report: Report, say: Say) -> str:

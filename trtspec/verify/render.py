@@ -10,6 +10,7 @@ import shlex
 import unicodedata
 from collections.abc import Mapping
 
+from trtspec.verify.answers import answers
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.i18n import TEXTS, Lang, Say, check_title, speaker
 from trtspec.verify.phrases import told
@@ -52,6 +53,7 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
             lines += [" " * _columns(head) + line for line in wrapped]
     lines += ["", *_notes(report, width, say)]
     lines += _pitfall_lines(report, width, say)
+    lines += _answer_lines(report, width, say)
     lines.append(say("verdict-line", text=verdict(report, lang)))
     return "\n".join(lines)
 
@@ -89,6 +91,8 @@ def markdown(report: Report, lang: Lang = "en") -> str:
     return "\n".join(
         [
             "# " + say("headline", name=report.recipe_name, text=verdict(report, lang)),
+            "",
+            *(f"- **{question}** {text}" for question, text in answers(report, say)),
             "",
             *rows,
             "",
@@ -161,6 +165,15 @@ def _of_other(report: Report, say: Say, quote: str) -> list[tuple[str, str]]:
     other = report.other
     keys = (("other", "engine"), ("other-digest", "recipe_digest"))
     return [(say(label), f"{quote}{other.get(key, '')}{quote}") for label, key in keys] if other else []
+
+
+def _answer_lines(report: Report, width: int, say: Say) -> list[str]:
+    found = answers(report, say)
+    room = max((_columns(question) for question, _ in found), default=0) + 2
+    lines = []
+    for question, text in found:
+        lines += _wrapped(text, max(width, 40), _padded(question, room), " " * room)
+    return [*lines, ""] if lines else []
 
 
 def _pitfall_lines(report: Report, width: int, say: Say) -> list[str]:
