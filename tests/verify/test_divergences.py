@@ -39,9 +39,9 @@ def test_every_divergence_is_told_with_place_texts_and_margin() -> None:
         Divergence("c", 5, 7, None),
     )
     lines = judged(*divergences).details
-    assert lines[0] == "a, token 3: ' rain' instead of ' tea', top-2 margin 0.04, gap 0.05: near tie"
-    assert "token 8 instead of token 7" in lines[1], "bytes of a character have no text to tell them by"
-    assert lines[2] == "c, token 5: ends early"
+    assert lines[0] == "c, token 5: ends early"
+    assert lines[1] == "a, token 3: ' rain' instead of ' tea', top-2 margin 0.04, gap 0.05: near tie"
+    assert "token 8 instead of token 7" in lines[2], "bytes of a character have no text to tell them by"
     assert lines[3].startswith("mismatch rate: 3 of 100 compared tokens, below 7.5")
 
 
@@ -93,6 +93,12 @@ def test_many_divergences_are_cut_and_counted() -> None:
     lines = judged(*many).details
     assert len(lines) == 8
     assert lines[5] == "and 6 more, all of them in the JSON report"
+
+
+def test_what_decides_is_listed_before_near_ties() -> None:
+    ties = tuple(Divergence(f"p{i}", 3, 1, 2, gap_nats=0.05) for i in range(8))
+    lines = judged(*ties, Divergence("last", 3, 1, 2, gap_nats=0.3)).details
+    assert lines[0].startswith("last, token 3")
 
 
 def test_divergences_carry_the_tokens_texts(tmp_path: Path) -> None:

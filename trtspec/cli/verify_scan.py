@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from trtspec.cli.output import Progress
+from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from trtspec.artifact import Artifact
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def plan_scan(built: Artifact, settings: Settings) -> list[Prompt] | str:
-    """The prompts to scan on, or why there is nothing to scan. Raises InputError for prompts that do not do,
-    so that this is said before anything is measured."""
+    """The prompts to scan on, those of the other checks, or why there is nothing to scan. Raises InputError
+    for prompts that do not do, so that this is said before anything is measured."""
     from trtspec.recipe import NoSpeculation
     from trtspec.recipe_facts import is_for_gpu
 
@@ -26,9 +27,16 @@ def plan_scan(built: Artifact, settings: Settings) -> list[Prompt] | str:
         return "the recipe does not speculate"
     if is_for_gpu(built.recipe):
         return "needs the embedded engine: build the recipe with backend.kind: embedded"
-    from trtspec.draft.measure import prompts_of
+    from trtspec.text import Tokenizer
+    from trtspec.verify.protocol import longest_prompt_of, prompts_asked
 
-    return prompts_of(built, settings.prompts, [], settings.num_prompts, settings.max_new_tokens)
+    found = prompts_asked(
+        Tokenizer.load(built.target_dir), settings, longest_prompt_of(built.recipe, settings)
+    )
+    if len(found) < 2:
+        message = "one prompt says nothing about spread; --scan needs at least two"
+        raise InputError(Problem(message, key="--num-prompts"))
+    return found
 
 
 def with_scan(

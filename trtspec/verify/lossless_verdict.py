@@ -144,8 +144,9 @@ def judge(
     by_chance = _more_than(comparison, floor) if rounds and speculates else None
     too_many = by_chance is not None and by_chance < FLOOR_ALPHA
     scope = f"{comparison.prompts} answers ({comparison.positions} tokens)"
-    measured_as: Literal["identical", "numeric ties only", "more ties than the floor", "different"]
-    measured_as = "identical"
+    measured_as: Literal[
+        "identical", "numeric ties only", "beyond the usual noise", "more ties than the floor", "different"
+    ] = "identical"
     if faults:
         verdict, measured_as = Verdict.FAIL, "different"
         summary = (
@@ -186,7 +187,7 @@ def judge(
             "would decide"
         )
     elif different:
-        verdict, measured_as = Verdict.PASS, "numeric ties only"
+        verdict, measured_as = Verdict.PASS, "beyond the usual noise" if doubtful else "numeric ties only"
         if too_many:
             measured_as = "more ties than the floor"
         if noise.usual_nats > POWER_NATS or doubtful or (too_many and proof is not None):
@@ -300,7 +301,13 @@ def _up(value: float) -> float:
 
 
 def _listed(comparison: Comparison, noise: Noise, rounds: bool, most: int) -> list[str]:
-    shown = [_place(divergence, noise, rounds) for divergence in comparison.divergences[:most]]
+    """Those that decide first: beyond the noise, then near ties, each kind in the order of its prompts."""
+    weight = {
+        id(one): 0 if is_fault(one, noise) else 2 if is_tie(one, noise) else 1
+        for one in comparison.divergences
+    }
+    ordered = sorted(comparison.divergences, key=lambda one: weight[id(one)])
+    shown = [_place(divergence, noise, rounds) for divergence in ordered[:most]]
     if (more := len(comparison.divergences) - most) > 0:
         shown.append(f"and {more} more, all of them in the JSON report")
     return shown

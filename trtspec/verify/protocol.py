@@ -95,17 +95,11 @@ def verify(
     recipe = built.recipe
     tokenizer = Tokenizer.load(built.target_dir)
     longest_sequence = min(one.limits.max_seq_tokens for one in _recipes(recipe, pair))
-    longest_prompt = min(_longest_prompt(one, settings) for one in _recipes(recipe, pair))
+    longest_prompt = min(longest_prompt_of(one, settings) for one in _recipes(recipe, pair))
     if pair is not None:
         most = min(longest_sequence, settings.retrieval_tokens or longest_sequence)
         settings = replace(settings, retrieval_tokens=most)
-    prompts = load_prompts(
-        settings.prompts or PROMPTS_FILE,
-        tokenizer,
-        limit=settings.num_prompts,
-        max_tokens=longest_prompt,
-        sample=settings.prompts is None,
-    )
+    prompts = prompts_asked(tokenizer, settings, longest_prompt)
     finished = partial(
         report_of, as_built, settings, prompts, argv=argv, began=began, created=created, pair=pair
     )
@@ -140,13 +134,8 @@ def verify(
     own_proof = proof_of(pair) if pair is not None and excuse_of_other is None else None
     sampled: list[Prompt] = []
     if label == "approximate":
-        sampled = load_prompts(
-            settings.prompts or PROMPTS_FILE,
-            tokenizer,
-            limit=settings.sampled_prompts,
-            max_tokens=longest_prompt,
-            sample=settings.prompts is None,
-        )
+        many = replace(settings, num_prompts=settings.sampled_prompts)
+        sampled = prompts_asked(tokenizer, many, longest_prompt)
     with contextlib.ExitStack() as stack:
         say("loading the engines")
         engines = _open(built, pair, stack)
@@ -227,7 +216,18 @@ def _contender(pair: Pair, engines: _Engines) -> Contender:
     return Contender("other", engines.other or engines.plain, max_draft(pair.running.recipe.speculation))
 
 
-def _longest_prompt(recipe: Recipe, settings: Settings) -> int:
+def prompts_asked(tokenizer: Tokenizer, settings: Settings, longest: int) -> list[Prompt]:
+    """The prompts of greedy answers, of at most ``longest`` tokens."""
+    return load_prompts(
+        settings.prompts or PROMPTS_FILE,
+        tokenizer,
+        limit=settings.num_prompts,
+        max_tokens=longest,
+        sample=settings.prompts is None,
+    )
+
+
+def longest_prompt_of(recipe: Recipe, settings: Settings) -> int:
     limits = recipe.limits
     fits = min(limits.max_input_tokens, limits.max_seq_tokens - settings.max_new_tokens)
     if settings.prompts is None and settings.max_prompt_tokens is not None:
