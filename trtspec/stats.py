@@ -126,8 +126,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) ->
     mean = float(np.mean(values))
     if len(values) < 3:
         return mean, (-math.inf, math.inf)
-    half = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    half *= float(scipy("stats").t.ppf((1 + confidence) / 2, len(values) - 1))
+    half = student(len(values) - 1, confidence) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return mean, (mean - half, mean + half)
 
 
