@@ -157,8 +157,8 @@ def ratio_of_sums(
 ) -> tuple[float, Interval]:
     """sum / sum over blocks (requests), neither negative, with its interval, as for tokens per step.
 
-    ``limits``: what the ratio of a block can be at all; then blocks that are all alike do not make the
-    interval a point (:func:`all_alike`).
+    ``limits``: what the ratio of a block can be at all, which the interval keeps to; then blocks that are all
+    alike do not make it a point (:func:`all_alike`).
     """
     top = np.asarray(numerators, dtype=np.float64)
     bottom = np.asarray(denominators, dtype=np.float64)
@@ -172,9 +172,12 @@ def ratio_of_sums(
         return np.nan_to_num(ratio, nan=value)
 
     low, high = bootstrap(value, statistic, len(top), positive=True)
-    if limits is None or low < high:
+    if limits is None or len(top) < 2:
         return value, (low, high)
-    return value, all_alike(value, int((bottom > 0).sum()), limits)
+    if low == high:
+        low, high = all_alike(value, int((bottom > 0).sum()), limits)
+    # A value beyond the limits is a contradiction that others report: the interval then holds it alone.
+    return value, (min(max(low, limits[0]), value), max(min(high, limits[1]), value))
 
 
 def gap_of_ratios(
@@ -207,10 +210,14 @@ def gap_of_ratios(
         np.allclose(top, ratio * bottom, rtol=1e-12, atol=1e-12)
         for (top, bottom), (ratio, _) in zip(sides, own, strict=True)
     )
-    if not alike or num_blocks < 2:
-        return value, bootstrap(value, statistic, num_blocks)
-    (a, (a_low, a_high)), (b, (b_low, b_high)) = own
-    return value, (value - math.hypot(a - a_low, b_high - b), value + math.hypot(a_high - a, b - b_low))
+    low, high = bootstrap(value, statistic, num_blocks)
+    if alike and num_blocks > 1:
+        (a, (a_low, a_high)), (b, (b_low, b_high)) = own
+        low, high = value - math.hypot(a - a_low, b_high - b), value + math.hypot(a_high - a, b - b_low)
+    if num_blocks < 2:
+        return value, (low, high)
+    most = limits[1] - limits[0]
+    return value, (min(max(low, -most), value), max(min(high, most), value))
 
 
 def times_faster(

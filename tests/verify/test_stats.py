@@ -158,6 +158,9 @@ def test_blocks_that_are_all_alike_are_no_certainty():
     assert (value, low) == (1.0, 1.0)
     assert high == pytest.approx(1 + 4 * share)
     assert stats.ratio_of_sums([10, 20], [10, 20])[1] == (1.0, 1.0)
+    # No step emits less than one token.
+    assert stats.ratio_of_sums([10, 40], [10, 20])[1][0] < 1.0
+    assert stats.ratio_of_sums([10, 40], [10, 20], limits=(1.0, 5.0))[1] == (1.0, 5.0)
     # A side that never accepts adds its own doubt to a difference; the same computation twice is no doubt.
     steps = [10.0, 20.0, 30.0]
     some = [12.0, 22.0, 39.0]
