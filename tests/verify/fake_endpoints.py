@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -58,6 +58,8 @@ class Fake:
     """How :mod:`fake_sampling` draws."""
     ignores: tuple[str, ...] = ()
     """Sampling parameters, by OpenAI's names, that change nothing."""
+    drafts_on: str = ""
+    """Only prompts that hold it are drafted for; elsewhere it is a plain server."""
     dies_after: int | None = None
     """Requests after which it closes every connection."""
 
@@ -195,6 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
         fake, openai = self.server.fake, self.server.fake.protocol == "openai"
         count = body.get("max_tokens") or body.get("sampling_param_max_tokens")
         prompt = body.get("prompt") or body.get("text_input") or json.dumps(body.get("messages"))
+        if fake.drafts_on not in prompt:
+            fake = replace(fake, per_step=1, sampler="plain")
         if "max_tokens" in fake.ignores:
             count = 16
         tokens = _told(fake, prompt, fake_sampling.answer(fake.sampler, fake.ignores, prompt, count, body))
@@ -223,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             if last:  # before the client can send another
                 with self.server.lock:
                     self.server.active -= 1
-            self._event(self._piece(body, piece, so_far, last, len(tokens)))
+            self._event(self._piece(fake, body, piece, so_far, last, len(tokens)))
             with self.server.lock:
                 self.server.drafts += fake.per_step > 1
                 self.server.drafted += fake.per_step if fake.per_step > 1 else 0
@@ -238,9 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"data: [DONE]\n\n")
 
     def _piece(
-        self, body: dict[str, Any], piece: list[int], so_far: str, last: bool, count: int
+        self, fake: Fake, body: dict[str, Any], piece: list[int], so_far: str, last: bool, count: int
     ) -> dict[str, Any]:
-        fake = self.server.fake
         if fake.protocol == "openai":
             choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
             choice |= {"text": spell(piece)} if "prompt" in body else {"delta": {"content": spell(piece)}}

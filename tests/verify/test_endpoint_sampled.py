@@ -14,10 +14,18 @@ from scipy import stats
 from trtspec.prompts import PROMPTS_FILE, load_chats
 from trtspec.verify.blackbox import found_bias, judge_blackbox, planned_answers
 from trtspec.verify.bundle import write_bundle
-from trtspec.verify.endpoint import connect
+from trtspec.verify.endpoint import connect, learn
 from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
 from trtspec.verify.endpoint_labels import PARAMETERS
-from trtspec.verify.endpoint_sampled import STREAMS, DrawSettings, judge_draws, pieces, seed_of, units
+from trtspec.verify.endpoint_sampled import (
+    STREAMS,
+    DrawSettings,
+    check_sampled,
+    judge_draws,
+    pieces,
+    seed_of,
+    units,
+)
 from trtspec.verify.endpoint_verdict import ALPHA
 from trtspec.verify.gates import Verdict
 from trtspec.verify.power import INTENDED, PRODUCED, bias_size
@@ -186,6 +194,36 @@ def test_endpoints_that_draft(protocol, way, tmp_path):
         write_bundle(tmp_path / "b", report)
         again = recheck(tmp_path / "b")
         assert (again.problems, again.exit_code) == ((), 0), again
+
+
+@pytest.mark.parametrize("protocol", ["openai", "llmapi"])
+def test_what_is_drawn_is_asked_where_url_drafts(protocol):
+    """An acceptance that spoils what it drafts for is nowhere else to be seen."""
+    words = CHATS[4].messages[-1]["content"][:20]
+    assert sum(words in chat.text for chat in CHATS) == 1
+    _, checks = judged(Fake(protocol, per_step=2, sampler="biased", drafts_on=words), Fake(protocol))
+    assert checks["sampled"].verdict is Verdict.FAIL, checks["sampled"].summary
+    first = {"url": Fake(protocol, per_step=2, sampler="biased", drafts_on=words), "baseline": Fake(protocol)}
+    with serving(*(replace(one, step_s=0.0) for one in first.values())) as urls:
+        ends = dict(zip(first, (learn(connect(url), CHATS[0]) for url in urls), strict=True))
+        check = check_sampled(ends, CHATS[:1], DRAWS, concurrency=4)  # as the first prompts would be asked
+    assert check.verdict is Verdict.PASS
+
+
+def test_a_server_that_drafts_elsewhere_has_shown_nothing_here():
+    chance = random.Random(9)
+    target = law(2, 0, temperature=1.0)
+    planned = planned_answers(0.3, 1, alpha=ALPHA)
+    drawn = rows({one: [[draw(chance, target) for _ in range(4)] for _ in range(planned)] for one in STREAMS})
+    settings = {"planned": planned, "bias": 0.3, "temperature": 1.0, "drafted": None, "seeded": {}}
+    assert judge_draws(drawn, **settings, speculates=True).verdict is Verdict.PASS
+    nothing = [{**row, "drafted": 0} for row in drawn]
+    check = judge_draws(nothing, **settings, speculates=True)
+    assert check.verdict is Verdict.INCONCLUSIVE
+    assert "drafted only 0 tokens" in check.summary
+    plain = judge_draws(nothing, **settings)  # a server that never drafts: its law is what it is
+    assert plain.verdict is Verdict.PASS
+    assert "nothing was drafted" in plain.warnings[0]
 
 
 def test_a_server_without_seeds_draws_with_its_own_randomness():

@@ -9,12 +9,13 @@ import pytest
 from fake_endpoints import Fake, serving
 
 from trtspec.errors import InputError, MissingError
-from trtspec.prompts import PROMPTS_FILE, load_chats
+from trtspec.prompts import PROMPTS_FILE, Chat, load_chats
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.bundle import write_bundle
 from trtspec.verify.endpoint import connect
 from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
 from trtspec.verify.gates import Verdict
+from trtspec.verify.load_prompts import stream_of_chats
 from trtspec.verify.recheck import recheck
 
 SMALL = EndpointSettings(
@@ -56,6 +57,7 @@ def test_a_faster_server_with_the_same_answers_passes(protocol, tmp_path):
         "quality",
         "lossless_float64",
         "sampled",
+        "sampling_parameters",
     }
 
 
@@ -81,12 +83,12 @@ def test_a_counter_that_runs_ahead_is_caught_without_token_ids_too():
 
 
 def test_a_slow_server_fails_the_gate_and_a_sleep_in_the_baseline_is_no_speedup():
-    gate = EndpointSettings(**{**vars(SMALL), "min_speedup": 1.0})
-    report, checks = judged(Fake(step_s=0.005), Fake(step_s=0.001), gate)
+    gate = EndpointSettings(**{**vars(SMALL), "min_speedup": 1.0, "max_new_tokens": 6})
+    report, checks = judged(Fake(step_s=0.02), Fake(step_s=0.001), gate)
     assert checks["speedup"].verdict is Verdict.FAIL
     assert report.exit_code == 1
-    slept = Fake(step_s=0.008, counters=True)
-    _, checks = judged(Fake(per_step=2, step_s=0.001, counters=True), slept)
+    slept = Fake(step_s=0.03, counters=True)
+    _, checks = judged(Fake(per_step=2, step_s=0.001, counters=True), slept, gate)
     assert checks["speedup"].verdict is Verdict.ERROR
     assert "more than 2.00 tokens a step" in checks["speedup"].summary
 
@@ -230,3 +232,22 @@ def test_throughput_under_load_is_measured_in_turn_gated_and_judged_again(tmp_pa
     report, checks = judged(*sides, EndpointSettings(**{**vars(SMALL), **turns, **gates}))
     assert {checks[name].verdict for name in ("throughput", "speedup_under_load")} == {Verdict.FAIL}
     assert report.exit_code == 1
+
+
+def test_no_prompt_of_the_load_is_in_a_prefix_cache():
+    chats = load_chats(PROMPTS_FILE, limit=3)
+    fresh = stream_of_chats(chats, 9)
+    assert [chat.id for chat in fresh] == [chat.id for chat in chats] * 3
+    texts = [chat.text for chat in fresh]
+    assert len({text[:5] for text in texts}) == 9  # none shares its beginning with another
+    assert all(text.endswith(chat.text) for text, chat in zip(texts, chats * 3, strict=True))
+    system = Chat("a", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
+    (one,) = stream_of_chats([system], 1)
+    assert one.messages[0] == system.messages[0]  # servers share it, and so does the load
+    assert one.messages[1]["content"] == "[1] Hi"
+    sides = Fake(counters=True), Fake(counters=True)
+    _, checks = judged(*sides, EndpointSettings(**{**vars(SMALL), "rounds": 1}))
+    replies = checks["lossless"].records.tables["replies"]
+    alone = {row["request_id"]: row["text"] for row in replies if row["at"] == "alone"}
+    assert all(row["text"] == alone[row["request_id"]] for row in replies if row["at"] == "load")
+    assert all(row["text"] != alone[row["request_id"]] for row in replies if row["at"] == "timed")

@@ -35,8 +35,8 @@ SECTIONS = {
     ),
     "Two endpoints (--url)": (
         *("model", "baseline_model", "protocol", "api_key_env", "timeout", "acceptance", "other_weights"),
-        *("draft_tokens", "tokenizer", "gates", "min_speedup", "max_perplexity_ratio", "max_task_loss"),
-        *("max_retrieval_loss", "max_degenerate_rise"),
+        *("parameters", "draft_tokens", "tokenizer", "gates", "min_speedup", "max_perplexity_ratio"),
+        *("max_task_loss", "max_retrieval_loss", "max_degenerate_rise"),
     ),
     "Formats by drafters (--matrix)": ("matrix_dir", "heads", "draft"),
     "Report": (*("output", "markdown", "html", "junit", "lang", "bundle", "against", "json_file", "help"),),

@@ -29,7 +29,7 @@ _OF_LATENCY = ("requests", "concurrency", "rate", "slo_ttft_ms", "slo_tpot_ms", 
 """Of a load: with endpoints, or with an engine's --latency."""
 _NEED_URL = (
     "baseline_url", "model", "baseline_model", "protocol", "draft_tokens", "min_goodput", "min_speedup",
-    "timeout", "api_key_env", "driver", "aiperf", "acceptance", "other_weights",
+    "timeout", "api_key_env", "driver", "aiperf", "acceptance", "other_weights", "parameters",
 )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ class SpeedOptions:
     aiperf: Path | None
     acceptance: Acceptance | None
     other_weights: bool | None
+    parameters: bool | None
     latency: bool
     load: bool
     load_tokens: int | None
@@ -194,6 +195,7 @@ class SpeedOptions:
             "draws": draws,
             "acceptance": self.acceptance,
             "other_weights": self.other_weights,
+            "parameters": self.parameters,
         }
         given |= {} if quality is None else self._asked_of_load(quality.gates, prompts, max_new_tokens)
         quicker = EndpointSettings(num_prompts=8, max_new_tokens=32, rounds=1, requests=48, concurrency=4)
@@ -329,6 +331,11 @@ _OPTIONS = (
         is_flag=True,
         default=None,
         help="The baseline serves other weights (16-bit ones): quality is asked, identity is not.",
+    ),
+    click.option(
+        "--parameters/--no-parameters",
+        default=None,
+        help="Ask which sampling parameters both honour.  [default: yes]",
     ),
     click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
     click.option(

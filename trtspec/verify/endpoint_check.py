@@ -19,16 +19,17 @@ from trtspec.artifact import file_sha256, machine_summary, tool_versions, utc_no
 from trtspec.prompts import PROMPTS_FILE, Chat
 from trtspec.ruler import OnProgress, stage_of
 from trtspec.verify.aiperf import AIPERF_NOTES, Driven, drive, refuse_for_aiperf
-from trtspec.verify.arrivals import giving_up, open_loop, poisson_times
+from trtspec.verify.arrivals import closed_loop, giving_up, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, Reply, ask, learn, lost, not_asked, reply_fields
 from trtspec.verify.endpoint_labels import Acceptance, check_parameters, fidelity_of
 from trtspec.verify.endpoint_load import in_turn
 from trtspec.verify.endpoint_margins import margin_rows
 from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
-from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled
+from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled, drafts_by_prompt
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
 from trtspec.verify.gates import Check, Verdict, skipped
 from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
+from trtspec.verify.load_prompts import stream_of_chats
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
 from trtspec.verify.server_counters import draft_counters, grown
@@ -93,20 +94,21 @@ def verify_endpoints(
     counters = {side: [draft_counters(one)] for side, one in endpoints.items()}
     rows: list[dict[str, Any]] = []
 
-    def sender(side: str) -> Callable[[int, float | None], Reply]:
-        return giving_up(
-            lambda number, due: ask(
-                endpoints[side],
-                chats[number % len(chats)],
-                max_tokens=settings.max_new_tokens,
-                clock=clock,
-                due_s=due,
-            ),
-            lost,
-            lambda number, due, why: not_asked(chats[number % len(chats)], clock(), due, why),
-        )
+    def senders(asked: Sequence[Chat]) -> dict[str, Callable[[int, float | None], Reply]]:
+        """Of each side what asks ``asked`` by number, until nobody answers any more."""
 
-    send = {side: sender(side) for side in SIDES}
+        def sender(side: str) -> Callable[[int, float | None], Reply]:
+            return giving_up(
+                lambda number, due: ask(
+                    endpoints[side], asked[number], max_tokens=settings.max_new_tokens, clock=clock, due_s=due
+                ),
+                lost,
+                lambda number, due, why: not_asked(asked[number], clock(), due, why),
+            )
+
+        return {side: sender(side) for side in SIDES}
+
+    send = senders(chats)
 
     total = settings.rounds * len(chats) * 2
     for number in range(settings.rounds):
@@ -124,12 +126,13 @@ def verify_endpoints(
         load += ", driven by AIPerf"
         for side, one in endpoints.items():  # its tokens are not among the rows
             counters[side].append(draft_counters(one))
+    fresh = stream_of_chats(chats, settings.requests)
     if aiperf is not None:
         for side in reversed(SIDES):
             driven[side] = drive(
                 aiperf,
                 endpoints[side],
-                chats,
+                fresh,
                 max_tokens=settings.max_new_tokens,
                 requests=settings.requests,
                 concurrency=None if settings.rate_per_s else settings.concurrency,
@@ -137,9 +140,14 @@ def verify_endpoints(
             )
             timed[side] = driven[side].timed
     else:
-        for side, found in _under_load(send, settings, load, on_progress).items():
+        crowd = min(settings.concurrency, len(chats))
+        for side in SIDES:
+            progress = stage_of(on_progress, f"the same prompts, {crowd} at a time: {side}")
+            replies = closed_loop(send[side], len(chats), crowd, progress)
+            rows += [reply_row(reply, side, "load", 0) for reply in replies]
+        for side, found in _under_load(senders(fresh), settings, load, on_progress).items():
             timed[side] = [replace(reply.timed, stretch=stretch) for stretch, reply in found]
-            rows += [reply_row(reply, side, "load", 0) for _, reply in found]
+            rows += [reply_row(reply, side, "timed", 0) for _, reply in found]
         for side, one in endpoints.items():
             counters[side].append(draft_counters(one))
     asked_quality: list[Check] = []
@@ -148,8 +156,13 @@ def verify_endpoints(
         asked_quality = check_endpoint_quality(
             quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
         )
-    honoured = [_parameters(endpoints, chats, settings, on_progress)] if settings.parameters else []
-    sampled = _sampled(endpoints, chats, settings, on_progress)
+    sampled = _sampled(endpoints, chats, settings, rows, on_progress)
+    # Last: vLLM 0.32 with n-grams on a CPU dies of top_k 1 at temperature 2.
+    honoured = (
+        _parameters(endpoints, chats, settings, on_progress)
+        if settings.parameters
+        else skipped("sampling_parameters", "not asked for (--no-parameters)")
+    )
     objectives = asdict(Objectives(settings.ttft_s, settings.tpot_s, settings.e2e_s))
     for side in SIDES:
         checks += judge_latency(
@@ -211,7 +224,7 @@ def verify_endpoints(
             **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
         },
         seconds=round(time.monotonic() - began, 1),
-        checks=(*first, *sampled, *honoured, *asked_quality, *_not_shown(quality is None), *checks),
+        checks=(*first, *sampled, honoured, *asked_quality, *_not_shown(quality is None), *checks),
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
             f"acceptance of url: {settings.acceptance or 'strict'}{assumed}",
@@ -271,6 +284,7 @@ def _sampled(
     endpoints: Mapping[str, Endpoint],
     chats: Sequence[Chat],
     settings: EndpointSettings,
+    rows: Sequence[Row],
     on_progress: OnProgress,
 ) -> list[Check]:
     """What is asked of sampled answers: the baseline's law, or of approximate acceptance that it does not
@@ -300,6 +314,7 @@ def _sampled(
         settings.draws,
         concurrency=settings.concurrency,
         drafted=_drafted(endpoints["url"]),
+        greedy=drafts_by_prompt(rows),
         on_progress=stage_of(on_progress, "sampled: url, baseline, control"),
     )
     return [found]
@@ -313,7 +328,8 @@ def _not_shown(quality: bool) -> list[Check]:
 
 
 def reply_row(reply: Reply, side: str, at: str, number: int) -> dict[str, Any]:
-    """A reply as JSON values: ``at`` alone or load, ``round`` of that."""
+    """A reply as JSON values: ``at`` alone, load (the same prompts, several at a time) or timed (prompts of
+    the load's own), ``round`` of alone."""
     return {
         "side": side,
         "at": at,
@@ -339,7 +355,8 @@ def _ask_margins(
     parted = {
         row["request_id"]
         for row in rows
-        if not row["error"]
+        if row["at"] != "timed"  # those are other prompts
+        and not row["error"]
         and row["request_id"] in reference
         and not same_answer(row, reference[row["request_id"]])
     }

@@ -39,6 +39,10 @@ STREAMS: tuple[Stream, ...] = ("baseline", "url", "control")
 _TOKENS = 2 * FIRST_TOKENS + 2
 """Of an answer: the first ones are compared as they stand, pairs of neighbours everywhere."""
 _MOST_FAILED = 0.05
+_PILOT_ANSWERS = 4
+"""To each prompt that may be drawn from, to see on which url drafts."""
+_DRAFTED_AN_ANSWER = 0.25
+"""Fewer drafted tokens an answer test what is sampled without drafts."""
 _PRIME = 2**31 - 1
 _PILOT = len(STREAMS)
 _SIDES = ("baseline", "url", "baseline")
@@ -116,6 +120,10 @@ class _Draws:
 
         return closed_loop(send, len(places), self.concurrency, on_progress)
 
+    def asked(self, side: str, places: Sequence[tuple[int, int, int]]) -> list[Row]:
+        """Rows of one side that are not judged."""
+        return closed_loop(lambda number, _: self.one(side, places[number]), len(places), self.concurrency)
+
 
 def check_sampled(
     endpoints: Mapping[str, Endpoint],
@@ -124,13 +132,17 @@ def check_sampled(
     *,
     concurrency: int,
     drafted: Callable[[], float | None] = lambda: None,
+    greedy: Mapping[str, float] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Check:
     """Draw look by look, ``concurrency`` requests at a time, until a look rejects or all is drawn.
 
     ``endpoints``: url and baseline. ``drafted``: tokens that url drafted so far, where the server counts
-    them."""
-    chats = chats[: settings.prompts]
+    them. ``greedy``: how much it drafted in the greedy answer to each of ``chats``
+    (:func:`drafts_by_prompt`). Asked are the prompts on which it drafts most, by a few answers that are not
+    judged, else by ``greedy``: an acceptance that spoils what is drawn shows only where something was
+    drafted."""
+    greedy = greedy or {}
     seeded = {side: takes(one, "seed") for side, one in endpoints.items()}
     draws = _Draws(endpoints, chats, settings.temperature, concurrency, seeded)
     for side in endpoints:
@@ -141,6 +153,22 @@ def check_sampled(
         if reply["error"]:
             reason = f"{side} answers no sampled request: {reply['error']}; --no-sampled leaves this out"
             return skipped("sampled", reason, True)
+    speculates = any(value > 0 for value in greedy.values())
+    if len(chats) > settings.prompts:
+        places = [
+            (_PILOT, number, at)
+            for number in range(len(chats))
+            for at in range(concurrency, concurrency + _PILOT_ANSWERS)
+        ]
+        pilot = draws.asked("url", places)
+        counts = {
+            chat.id: [row["drafted"] for row in pilot if row["request_id"] == chat.id] for chat in chats
+        }
+        told = all(None not in found for found in counts.values())
+        seen = {one: float(sum(found)) for one, found in counts.items()} if told else greedy
+        speculates = speculates or any(value > 0 for value in seen.values())
+        chats = sorted(chats, key=lambda chat: -seen.get(chat.id, 0.0))[: settings.prompts]
+        draws = replace(draws, chats=chats)
     seconds = _pace(draws) * len(STREAMS) * len(chats) * settings.drawn
     if settings.seconds is not None and seconds > settings.seconds:
         reason = f"would take about {seconds:.0f} s, over {settings.seconds:.0f} s; --sampled runs it"
@@ -166,10 +194,27 @@ def check_sampled(
             temperature=settings.temperature,
             drafted=None if before is None else (drafted() or before) - before,
             seeded=seeded,
+            speculates=speculates,
         )
         if check.verdict in (Verdict.FAIL, Verdict.ERROR) or wanted == settings.drawn or _gone(rows):
             break
     return check
+
+
+def drafts_by_prompt(rows: Sequence[Row]) -> dict[str, float]:
+    """Of url's greedy answers: tokens drafted in them where it tells, else kept drafts as far as it tells."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row["side"] != "url" or row["at"] != "alone" or row["error"]:
+            continue
+        kept = sum(size - 1 for size in row["emitted"] or ())
+        steps = row["tokens_per_step"]
+        if row["drafted"] is not None:
+            kept = row["drafted"]
+        elif steps and row["tokens"]:
+            kept = row["tokens"] * (1 - 1 / max(steps, 1.0))
+        found.setdefault(str(row["request_id"]), float(kept))
+    return found
 
 
 def _pace(draws: _Draws) -> float:
@@ -177,12 +222,8 @@ def _pace(draws: _Draws) -> float:
     places = [(_PILOT, number % len(draws.chats), number) for number in range(draws.concurrency)]
     seconds = {}
     for side in draws.endpoints:
-
-        def send(number: int, _due: float | None, side: str = side) -> Row:
-            return draws.one(side, places[number])
-
         began = time.perf_counter()
-        closed_loop(send, len(places), draws.concurrency)
+        draws.asked(side, places)
         seconds[side] = (time.perf_counter() - began) / len(places)
     return (2 * seconds["baseline"] + seconds["url"]) / 3
 
@@ -221,9 +262,10 @@ def judge_draws(
     temperature: float,
     drafted: float | None,
     seeded: Mapping[str, bool],
+    speculates: bool = False,
 ) -> Check:
     """The verdict over the rows of ``draws`` (stream, request_id, at, error, text, token_ids, drafted), by
-    stream in the order in which they were drawn."""
+    stream in the order in which they were drawn. ``speculates``: url was seen to draft, if not in these."""
     name = "sampled"
     good = [row for row in draws if not row["error"]]
     said, by_ids = units(good)
@@ -264,6 +306,8 @@ def judge_draws(
         if len(rows) > _MOST_FAILED * sum(row["stream"] == stream for row in draws)
     ]
     scope = f"{found.n} answers a side to each of {len(prompts)} prompts at temperature {temperature:g}"
+    mine = sum(row["stream"] == "url" for row in good)
+    few = speculates and all_drafted is not None and all_drafted < _DRAFTED_AN_ANSWER * mine
     verdict, summary = Verdict.INCONCLUSIVE, ""
     if many:
         rows = failed[many[0]]
@@ -285,17 +329,24 @@ def judge_draws(
             summary = f"all {found.n} answers of url to a prompt are alike, the baseline's are not: {summary}"
     elif found.verdict is Verdict.PASS and not told:
         summary = f"{scope}: their first {FIRST_TOKENS} tokens are all alike or all different; ask others"
+    elif found.verdict is Verdict.PASS and few:
+        summary = (
+            f"{scope} show no difference, but url drafted only {all_drafted:.0f} tokens in them: this shows "
+            "what it samples without drafts; ask prompts on which it drafts (--prompts)"
+        )
     elif found.verdict is Verdict.PASS:
         verdict = Verdict.PASS
         summary = f"{scope} show no difference; a bias of w^2 = {shown:.3g} would have been found with 99 %"
+        if all_drafted:
+            summary += f"; url drafted {all_drafted:.0f} tokens in them"
     else:
         summary = (
             f"{scope} show no difference; w^2 = {shown:.3g} would have been found. {planned} answers "
             f"({planned * len(prompts) * _TOKENS} --sampled-tokens) would decide on w^2 = {bias:g}"
         )
     warnings = [f"prompt {one} tells nothing: its answers begin alike" for one in prompts if one not in told]
-    if all_drafted == 0:
-        warnings.append("nothing was drafted in these answers")
+    if all_drafted == 0 and not few:
+        warnings.append("nothing was drafted in these answers, nor in the greedy ones")
     some = sum(map(len, failed.values()))
     warnings += [f"{some} requests failed and are left out"] if some else []
     warnings += [
@@ -320,6 +371,7 @@ def judge_draws(
         "temperature": temperature,
         "drafted": drafted,
         "seeded": dict(seeded),
+        "speculates": speculates,
     }
     return replace(
         found,

@@ -1,6 +1,6 @@
 """What two endpoints showed, judged from rows, one a reply: no network, so a bundle can be judged again.
 
-A row: side (url, baseline), at (alone, load), round, request_id, seconds, pieces, tokens, error, text,
+A row: side (url, baseline), at (alone, load, timed), round, request_id, seconds, pieces, tokens, error, text,
 token_ids, finish_reason, drafted, accepted, tokens_per_step. See ``docs/endpoints.md`` for the rules.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trtspec.prompts import DATA_FOLDER, HELDOUT_FILE, PROMPTS_FILE, Chat, load_chats, read_lines
@@ -38,10 +39,7 @@ def prompt_tokens(
     """The chat's prompt with as much of ``background`` before its last message as ``wanted`` tokens hold.
     ``head`` begins the first message that is not the system's: with one of its own, a prompt shares no more
     with any other than the template's beginning."""
-    messages = [dict(message) for message in chat.messages]
-    if head:
-        first = next((one for one in messages if one["role"] != "system"), messages[0])
-        first["content"] = head + first["content"]
+    messages = _headed(chat, head)
     tokens = _encode(messages, tokenizer)
     left, chosen = wanted - len(tokens), list[str]()
     for text in background:
@@ -59,6 +57,24 @@ def prompt_tokens(
     asked = last["content"].removeprefix(in_front)
     content = in_front + "\n\n".join([*chosen, asked])
     return _encode([*before, {**last, "content": content}], tokenizer)
+
+
+def stream_of_chats(chats: Sequence[Chat], count: int) -> list[Chat]:
+    """``count`` chats for endpoints, no two of them alike: pass after pass over ``chats``, each numbered in
+    front, as :func:`stream_of_prompts` does. A system's message stays as it is, for servers share it."""
+    return [
+        replace(chat, messages=tuple(_headed(chat, f"[{number + 1}] ")))
+        for number, chat in ((number, chats[number % len(chats)]) for number in range(count))
+    ]
+
+
+def _headed(chat: Chat, head: str) -> list[dict[str, str]]:
+    """The messages with ``head`` in front of the first that is not the system's."""
+    messages = [dict(message) for message in chat.messages]
+    if head:
+        first = next((one for one in messages if one["role"] != "system"), messages[0])
+        first["content"] = head + first["content"]
+    return messages
 
 
 def _encode(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
