@@ -179,3 +179,11 @@ def test_a_divergence_of_twice_the_gate_is_caught():
     rng = np.random.default_rng(20)
     codes = [exit_code(suite(rng, (0.0,) * 4, 0.3)) for _ in range(20)]
     assert codes.count(1) >= 19
+
+
+def test_a_baseline_that_solves_nothing_is_no_ruler():
+    nothing = judge_pairs("task:x", "x", [0.0] * 400, [0.0] * 400, margin=0.05, how="")
+    assert nothing.verdict is Verdict.INCONCLUSIVE
+    assert "solves too few" in nothing.summary
+    some = [1.0] * 40 + [0.0] * 360
+    assert judge_pairs("task:x", "x", some, some, margin=0.05, how="").verdict is Verdict.PASS

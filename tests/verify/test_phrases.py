@@ -142,11 +142,11 @@ def test_every_template_says_its_numbers_and_in_chinese():
     ("told", "said"),
     [
         ("a; b", "a; b"),
-        ("'the recipe sets no gate'", "'the recipe sets no gate'"),
+        ("'no gate'", "'no gate'"),
         ("x, token 3: ' a; b' instead of ' c'", "x，第 3 个词元：' a; b' 而非 ' c'"),
         (
-            "t 1.5 (95 % interval 1 to 2); the recipe sets no gate; who knows",
-            "t 1.5（95 % 区间 1 至 2）；配方未设门槛；who knows",
+            "t 1.5 (95 % interval 1 to 2); no gate; who knows",
+            "t 1.5（95 % 区间 1 至 2）；未设门槛；who knows",
         ),
         ("PASS before, FAIL now: NOT lossless: y", "此前 PASS，现在 FAIL：并非无损：y"),
     ],

@@ -250,7 +250,7 @@ def test_renderings_hold_every_check_and_warning():
             "PASS",
             "ERROR",
             "look here",
-            "PASS (1 of 1 required checks passed; not measured: two)",
+            "PASS (1 of 1 required checks passed; no valid measurement: two)",
         ):
             assert word in text
     assert max(len(line) for line in render.terminal(made, width=80).splitlines()) <= 80

@@ -121,7 +121,9 @@ class SpeedOptions:
             if engine is not None:
                 problems.append("give ENGINE or --url, not both")
             problems += [
-                f"{name} needs an ENGINE; endpoints cannot show it"
+                f"{name} measures nothing; leave --url out, or {name}"
+                if name in ("--plan", "--self-test")
+                else f"{name} needs an ENGINE; endpoints cannot show it"
                 for name, value in {
                     **others,
                     "--latency": self.latency,

@@ -122,7 +122,7 @@ def gated(
         else f" (too few {n_unit} for an interval)"
     )
     if bound is None:
-        verdict, summary = Verdict.MEASURED, f"{text}; the recipe sets no gate"
+        verdict, summary = Verdict.MEASURED, f"{text}; no gate"
     else:
         verdict = gate_verdict(interval, bound, sense)
         summary = f"{text}; gate: {sense} {bound:g}"

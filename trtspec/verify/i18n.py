@@ -68,7 +68,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "{passed} of {required} required checks passed",
         "{required} 项必需检查中 {passed} 项通过",
     ),
-    "not-measured": ("not measured: {names}", "未测得：{names}"),
+    "not-measured": ("no valid measurement: {names}", "测量无效：{names}"),
     "joined": ("; ", "；"),
     "in-brackets": ("{word} ({text})", "{word}（{text}）"),
     "verdict-line": ("verdict: {text}", "结论：{text}"),

@@ -207,7 +207,7 @@ def judge_pairs(
         "p_mcnemar": found.p_mcnemar,
     }
     if margin is None:
-        verdict, summary = Verdict.MEASURED, f"{summary}; the recipe sets no gate"
+        verdict, summary = Verdict.MEASURED, f"{summary}; no gate"
     else:
         verdict = gate_verdict(found.interval, -margin, "at least")
         summary += f"; gate: a loss of at most {margin:g}"
@@ -215,7 +215,10 @@ def judge_pairs(
             "items_to_pass_an_equal_model": items_needed(found.disagreement, margin),
             "items_to_catch_twice_the_margin": items_needed(found.disagreement, margin, 2 * margin),
         }
-        if verdict is Verdict.INCONCLUSIVE:
+        if verdict is Verdict.PASS and found.baseline <= margin:
+            verdict = Verdict.INCONCLUSIVE
+            summary += f"; {over} solves too few for a loss of {margin:g} to show: ask easier items"
+        elif verdict is Verdict.INCONCLUSIVE:
             summary += f"; {found.items} items do not decide, {_more(found, margin)}"
     if unscored:
         summary += f"; {len(unscored)} more could not be scored: {unscored[0]}"
