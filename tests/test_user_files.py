@@ -81,6 +81,7 @@ def loop(path: Path) -> None:
         (lambda path: path.symlink_to("nowhere"), "no such file"),
         (lambda path: path.write_bytes(b"\xff{}"), "not UTF-8"),
         (lambda path: path.write_bytes(b"[" * 200_000), "nested too deeply"),
+        (lambda path: path.write_bytes(b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}"), "nested too deeply"),
         (lambda path: path.write_bytes(b"1" * 5000), "thousands of digits"),
         (lambda path: path.write_bytes(b'["\\ud800"]'), "surrogate"),
         (lambda path: path.write_bytes(b'["\xed\xa0\x80"]'), "not UTF-8"),

@@ -20,6 +20,9 @@ from trtspec.errors import InputError, MissingError, Problem, TrtspecError
 
 MAX_JSON_BYTES = 256_000_000
 """The largest tokenizer.json files have a tenth of it."""
+MAX_JSON_DEPTH = 100
+"""Levels of lists and objects in each other. The parser takes ten times that, code that walks the value does
+not; nothing that is read here has more than ten."""
 
 _MACHINE_LACKS = frozenset(
     getattr(errno, name)
@@ -153,6 +156,8 @@ def parse_json(raw: str | bytes) -> Any:
     try:
         text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
         value = json.loads(text)
+        if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _is_deeper(value, MAX_JSON_DEPTH):
+            raise RecursionError
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
@@ -166,6 +171,19 @@ def parse_json(raw: str | bytes) -> Any:
         raise
     except ValueError:
         raise ValueError("a number with thousands of digits") from None
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects lie in each other more than ``depth`` levels deep."""
+    level = [value]
+    for _ in range(depth + 1):
+        inner = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        ]
+        if not inner:
+            return False
+        level = [one for each in inner for one in each]
+    return True
 
 
 def read_user_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:

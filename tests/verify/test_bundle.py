@@ -209,10 +209,23 @@ def the_recipe(folder: Path) -> None:
     edit(folder / "report.json", lambda value: value["recipe"]["gates"].update(min_speedup=0.001))
 
 
+def no_object(folder: Path) -> None:
+    path = table(folder, "speedup", "runs")
+    path.write_text("\n".join(["5", *path.read_text().splitlines()[1:]]) + "\n")
+
+
+def no_path(folder: Path) -> None:
+    edit(folder / "manifest.json", lambda value: value["judged"][0].update(tables={"prompts": [1]}))
+
+
+def another_engine_that_is_none(folder: Path) -> None:
+    edit(folder / "report.json", lambda value: value.update(other={"recipe": 5}))
+
+
 TAMPERINGS = [
     a_token, a_gap, a_count, a_time, a_token_nobody_counts, a_step_more, another_prompt, a_row_less, no_json,
     another_type, a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate,
-    the_recipe,
+    the_recipe, no_object, no_path, another_engine_that_is_none,
 ]  # fmt: skip
 
 
@@ -221,7 +234,7 @@ def test_tampering_is_caught_by_the_hashes(bundle, tamper):
     tamper(bundle)
     result = recheck(bundle)
     assert result.exit_code == 1
-    assert tamper is a_gate or any("changed" in problem for problem in result.problems)
+    assert tamper in (a_gate, no_path) or any("changed" in problem for problem in result.problems)
 
 
 @pytest.mark.parametrize("tamper", TAMPERINGS)

@@ -6,7 +6,7 @@ import copy
 import json
 
 import pytest
-from built_tiny import RECIPE, build_tiny
+from built_tiny import NGRAM, RECIPE, build_tiny
 from tiny import make_tiny_model
 
 from trtspec.artifact import open_artifact
@@ -14,8 +14,8 @@ from trtspec.build import build
 from trtspec.cli import main
 from trtspec.cli.verify_matrix import absolute
 from trtspec.recipe_file import load_recipe
-from trtspec.verify.gates import Verdict
-from trtspec.verify.matrix import MatrixSettings, quantization_of, run_matrix
+from trtspec.verify.gates import Verdict, exit_code
+from trtspec.verify.matrix import MatrixSettings, _cells, derived, quantization_of, run_matrix
 from trtspec.verify.matrix_verdict import DRAFTERS, Matrix, check_matrix, judge_matrix, own_cell
 from trtspec.verify.recheck import rejudge
 
@@ -71,10 +71,13 @@ def test_a_run_that_stopped_goes_on_and_what_changed_is_measured_again(measured)
     before = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     (parts / "exact-BF16-ngram.json").unlink()
     (parts / "quality-BF16.json").write_text("{damaged")
+    cut = json.loads((parts / "exact-BF16-none.json").read_text())
+    (parts / "exact-BF16-none.json").write_text(json.dumps({**cut, "rows": cut["rows"][:1]}))
+    (parts / "exact-BF16-lookahead.json").write_text(json.dumps({"key": cut["key"]}))
     again, _ = run_matrix(base, folder / "m", SMALL, builder(folder), draft=None, heads=(), formats=("BF16",))
     after = {path.name: path.stat().st_mtime_ns for path in parts.iterdir()}
     assert {name for name in after if after[name] != before[name]} == {
-        "exact-BF16-ngram.json", "quality-BF16.json",
+        "exact-BF16-ngram.json", "quality-BF16.json", "exact-BF16-none.json", "exact-BF16-lookahead.json",
     }  # fmt: skip
     assert again.runs == matrix.runs  # times and all: they were not measured again
     assert again.answers == matrix.answers
@@ -113,6 +116,53 @@ def test_impossible_times_are_shown_as_no_speed(measured):
     assert "times BF16" not in checks["cell BF16 ngram"].summary
     assert checks["cell BF16 ngram"].verdict is Verdict.PASS  # lossless all the same; nobody asked for speed
     assert "ngram" not in checks["matrix"].summary
+
+
+def test_a_busy_machine_fails_only_the_cell_whose_speed_a_gate_asks(measured):
+    _, base, matrix, _ = measured
+    gates = base.gates.model_copy(update={"min_speedup": 0.001})
+    asked = base.model_copy(update={"gates": gates})
+    for drafter, verdict in (("lookahead", Verdict.PASS), ("ngram", Verdict.ERROR)):
+        runs = [
+            {**row, "seconds": row["seconds"] / (1000 if row["contender"] == drafter else 1)}
+            for row in matrix.runs
+        ]
+        found = Matrix(matrix.answers, matrix.tokens, tuple(runs), matrix.skipped)
+        assert check_matrix(found, asked, ("BF16",))[0].verdict is verdict
+
+
+def test_gates_that_no_cell_answers_are_no_pass(measured):
+    """Gates of another kind, and those of a recipe that is none of the cells."""
+    _, base, matrix, _ = measured
+    assert "gates" not in [one.name for one in check_matrix(matrix, base, ("BF16",))]
+    gates = base.gates.model_copy(update={"max_task_loss": 0.05, "min_acceptance_length": 1.5})
+    cache = base.quantization.model_copy(update={"kv_cache": "int8"})
+    for update, says in (
+        ({"gates": gates}, "not judged here: min_acceptance_length, max_task_loss;"),
+        ({"quantization": cache}, "no cell has the recipe's own format and drafter"),
+    ):
+        recipe = base.model_copy(update=update)
+        checks = check_matrix(matrix, recipe, ("BF16",))
+        left = next(one for one in checks if one.name == "gates")
+        assert (left.verdict, left.required) == (Verdict.SKIPPED, True)
+        assert says in left.summary
+        assert exit_code(checks) == 4
+        assert rejudge(checks[0].records) == checks
+
+
+def test_gates_about_drafts_do_not_stop_the_matrix_and_its_own_cell_drafts_as_the_recipe(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.format(
+            dtype="float32", speculation=NGRAM, gates="{min_speedup: 0.1, min_acceptance_length: 1.1}"
+        )
+    )
+    make_tiny_model(tmp_path / "model", seed=0)
+    base = absolute(load_recipe(tmp_path / "recipe.yaml"), tmp_path)
+    built = derived(base, "BF16", quantization_of("BF16", base, ()), None)
+    assert builder(tmp_path)(built).recipe.speculation.kind == "none"
+    cells = _cells(builder(tmp_path)(built), base.speculation, (), {}, "BF16")
+    assert cells["ngram"].recipe.speculation == base.speculation
+    assert cells["ngram"].recipe.speculation.num_draft_tokens == 3  # not the default
 
 
 def test_a_cell_tells_acceptance_rate_and_length(measured):

@@ -161,7 +161,7 @@ def test_evidence_of_any_kind_breaks_nothing():
         measured = chance.choice([None, 0.0, 1e300, -2.0])
         made = made_report(
             Check(
-                "speedup",
+                chance.choice(["speedup", "lossless_float64", "acceptance", "retrieval"]),
                 Verdict.PASS,
                 "",
                 True,

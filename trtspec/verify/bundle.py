@@ -153,12 +153,15 @@ def _judged(entry: object, contents: dict[str, bytes], problems: list[str]) -> J
         problems.append(f"{MANIFEST}: judged: {', '.join(names)}: no tables or arguments")
         return Judged(names, None)
     for name, path in paths.items():
-        if path not in contents:
+        if not isinstance(path, str) or path not in contents:
             return Judged(names, None)  # missing: said already, or never listed
         try:
             rows = [parse_json(line) for line in contents[path].split(b"\n") if line.strip()]
         except ValueError as error:
             problems.append(f"{shown_path(path)}: a line is not JSON: {error}")
+            return Judged(names, None)
+        if not all(isinstance(row, dict) for row in rows):
+            problems.append(f"{shown_path(path)}: a line is not an object")
             return Judged(names, None)
         tables[name] = rows
     return Judged(names, Records(str(entry.get("judge")), arguments, tables))

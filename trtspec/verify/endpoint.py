@@ -11,13 +11,11 @@ A request that fails in a load is a record with an error, not an exception.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from trtspec.errors import InputError, MissingError, Problem
 from trtspec.prompts import Chat
@@ -27,15 +25,20 @@ from trtspec.verify.http_stream import (
     Refused,
     Silent,
     events,
-    exchange,
     get,
+    its_words,
     json_value,
-    opened,
+    named_in,
+    page,
+    parts_of,
+    post,
     refused,
 )
 from trtspec.verify.latency import Timed
 
 Protocol = Literal["triton", "openai"]
+_MOST_BYTES, _MOST_PIECES = 16_000_000, 10_000
+"""Of an answer, and more for each token asked for, so that one that never ends fills no memory."""
 _ASKED = ("return_token_ids", "stream_options")
 """What an OpenAI-compatible server may refuse, least common first."""
 
@@ -116,10 +119,11 @@ def connect(
 
     Raises InputError for a URL or model that cannot be, MissingError where nothing answers.
     """
-    host, port, prefix, tls = _parts(url)
-    bare = Endpoint(
-        url, host, port, prefix, tls, protocol or "openai", model or "", timeout_s, api_key=api_key
-    )
+    host, port, prefix, tls = parts_of(url)
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise InputError(Problem("the key holds a line break or what is not ASCII; no header can carry it"))
+    named: Protocol = protocol or "openai"
+    bare = Endpoint(url, host, port, prefix, tls, named, model or "", timeout_s, api_key=api_key)
     try:
         listed = None if protocol == "triton" else _models(bare)
         if listed is not None:
@@ -128,11 +132,14 @@ def connect(
             return replace(bare, protocol="openai", model=_chosen(url, model, names), server=server)
         if protocol == "openai":
             raise InputError(Problem("GET /v1/models does not list models: no OpenAI-compatible server", url))
-        status, _ = get(bare, "/v2/health/ready")
-        if status == 400:
+        status, body = get(bare, "/v2/health/ready")
+        if status == 400 and not body:
             raise MissingError(f"{url}: Triton is there, but not ready")
         if status != 200:
-            message = "neither /v1/models (OpenAI) nor /v2/health/ready (Triton, its HTTP port) answers there"
+            message = (
+                "neither a list of models at /v1/models (OpenAI) nor Triton's HTTP port (/v2/health/ready "
+                f"gives HTTP {status}) is there"
+            )
             raise InputError(Problem(message, url))
         triton = replace(bare, protocol="triton")
         name = model or _chosen(url, None, _repository(triton), prefer="ensemble")
@@ -140,13 +147,12 @@ def connect(
         value = json_value(body) if status == 200 else None
         if not isinstance(value, dict):
             raise InputError(Problem(f"no model {shown_path(name)!r} there; --model names it", url))
-        inputs = frozenset(
-            str(one["name"]) for one in value.get("inputs") or [] if isinstance(one, dict) and "name" in one
-        )
+        inputs = frozenset(named_in(value.get("inputs"), "name"))
         if "text_input" not in inputs or not inputs & {"max_tokens", "sampling_param_max_tokens"}:
+            found = shown_path(", ".join(sorted(inputs)) or "nothing")
             message = (
-                f"model {shown_path(name)!r} takes {', '.join(sorted(inputs)) or 'nothing'}; needed are "
-                "text_input and max_tokens or sampling_param_max_tokens (a text model: ensemble, llmapi)"
+                f"model {shown_path(name)!r} takes {found}; needed are text_input and max_tokens or "
+                "sampling_param_max_tokens (a text model: ensemble, llmapi)"
             )
             raise InputError(Problem(message, url))
         return replace(triton, model=name, inputs=inputs, raw=True, server=_triton_server(triton, name))
@@ -170,22 +176,6 @@ def learn(endpoint: Endpoint, chat: Chat) -> Endpoint:
     raise MissingError(f"{endpoint.url}: {reply.timed.error}")
 
 
-def _parts(url: str) -> tuple[str, int, str, bool]:
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise InputError(Problem(f"not a URL: {error}", shown_path(url))) from None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username:
-        message = "give http://HOST:PORT or https://HOST:PORT, maybe with a path; no user, query or fragment"
-        raise InputError(Problem(message, shown_path(url)))
-    if any(not c.isprintable() or c.isspace() for c in url):
-        raise InputError(Problem("a URL holds no spaces or control characters", shown_path(url)))
-    path = parts.path.rstrip("/")
-    tls = parts.scheme == "https"
-    return host, port or (443 if tls else 80), path.removesuffix("/v1"), tls
-
-
 def _models(endpoint: Endpoint) -> tuple[list[str], str] | None:
     """The models that an OpenAI-compatible server lists, and who it says owns them; None if it is none."""
     status, body = get(endpoint, "/v1/models")
@@ -193,35 +183,32 @@ def _models(endpoint: Endpoint) -> tuple[list[str], str] | None:
     if status in (401, 403):
         raise Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
     if status in (429, *range(500, 600)):
-        raise refused(status, body)  # there, but not ready or behind a front that finds nobody
+        raise refused(endpoint, status, body)  # there, but not ready or behind a front that finds nobody
     if not isinstance(value, dict) or not isinstance(value.get("data"), list):
         return None
-    found = [one for one in value["data"] if isinstance(one, dict) and "id" in one]
-    return [str(one["id"]) for one in found], str(found[0].get("owned_by") or "") if found else ""
+    names = named_in(value["data"], "id")
+    owners = [
+        one.get("owned_by") for one in value["data"] if isinstance(one, dict) and one.get("id") in names
+    ]
+    return names, owners[0] if owners and isinstance(owners[0], str) else ""
 
 
 def _openai_server(endpoint: Endpoint, owner: str) -> str:
     """``owner`` with its version where it is vLLM, which tells it under ``/version``."""
-    value = None
-    if owner == "vllm":
-        status, body = get(endpoint, "/version")
-        value = json_value(body) if status == 200 else None
+    value = page(endpoint, "/version") if owner == "vllm" else None
     version = value.get("version") if isinstance(value, dict) else None
     return shown_path(f"{owner} {version}"[:60] if isinstance(version, str) else owner[:60])
 
 
 def _triton_server(endpoint: Endpoint, model: str) -> str:
     """``vllm`` where Triton's backend of that name has the model, else ``triton``."""
-    status, body = get(endpoint, f"/v2/models/{quote(model, safe='')}/config")
-    value = json_value(body) if status == 200 else None
+    value = page(endpoint, f"/v2/models/{quote(model, safe='')}/config")
     return "vllm" if isinstance(value, dict) and value.get("backend") == "vllm" else "triton"
 
 
 def _repository(endpoint: Endpoint) -> list[str]:
-    with closing(opened(endpoint)) as connection:
-        status, body = exchange(endpoint, connection, "POST", "/v2/repository/index", {"ready": True})
-    value = json_value(body) if status == 200 else None
-    names = [str(one["name"]) for one in value or [] if isinstance(one, dict) and "name" in one]
+    status, body = post(endpoint, "/v2/repository/index", {"ready": True})
+    names = named_in(json_value(body) if status == 200 else None, "name")
     if not names:
         raise InputError(Problem("Triton does not say which models it has; --model names one", endpoint.url))
     return names
@@ -261,12 +248,16 @@ def ask(
         path, body = openai_body(endpoint, chat, max_tokens, params)
         if endpoint.protocol == "triton":
             path, body = _triton_body(endpoint, chat, max_tokens, params)
-        for event in events(endpoint, path, body):
+        # Triton's LLM API model sends all of the answer so far with every token.
+        most = _MOST_BYTES + max_tokens * (4096 + 8 * max_tokens)
+        for event in events(endpoint, path, body, most_bytes=most):
             piece = (_triton_piece if endpoint.protocol == "triton" else _openai_piece)(
                 endpoint, event, state
             )
             if piece:
                 arrivals.append(clock())
+            if len(arrivals) > _MOST_PIECES + 4 * max_tokens:
+                raise Silent(f"an answer of over {len(arrivals) - 1} pieces has no end; gave up")
         if endpoint.protocol == "openai" and not state.done and state.finish_reason is None:
             error = "the stream ended without an end mark"
     except (Silent, Refused) as failure:
@@ -366,7 +357,8 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
         return False
     if isinstance(event.get("error"), (dict, str)):
         told = event["error"]
-        raise Silent(str(told.get("message", told) if isinstance(told, dict) else told)[:200])
+        words = its_words(endpoint, str(told.get("message", told) if isinstance(told, dict) else told))
+        raise Silent(words[:200])
     usage = event.get("usage")
     if isinstance(usage, dict):
         state.claimed = _count(usage.get("completion_tokens"), state.claimed)
@@ -375,15 +367,14 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return False
     choice = choices[0]
-    index = choice.get("index", 0)
+    index = choice.get("index") or 0  # some servers send null
     if isinstance(index, int):
         state.seen.add(index)
     if index != 0:
         return False  # another answer of the same request
     # vLLM: beside the choices of a chat, in the choice of a completion; once, in the first event.
-    prompt = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    if isinstance(prompt, list) and all(type(one) is int for one in prompt):
-        state.prompt_token_ids = tuple(prompt)
+    prompt = _ids(event.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+    state.prompt_token_ids = state.prompt_token_ids if prompt is None else tuple(prompt)
     delta = choice.get("delta")
     content = (
         choice.get("text") if endpoint.raw else delta.get("content") if isinstance(delta, dict) else None
@@ -391,14 +382,13 @@ def _openai_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> b
     # Servers with a reasoning parser put the first part of what the model wrote elsewhere.
     if not content and isinstance(delta, dict):
         content = delta.get("reasoning_content") or delta.get("reasoning")
-    ids = choice.get("token_ids")
-    if isinstance(ids, list) and all(type(one) is int for one in ids):
+    if (ids := _ids(choice.get("token_ids"))) is not None:
         state.has_ids = True
         state.token_ids += ids
         state.emitted += [len(ids)] if ids else []
     if choice.get("finish_reason"):
         state.finish_reason = str(choice["finish_reason"])
-    state.tokens_per_step = _number(choice.get("avg_decoded_tokens_per_iter"), state.tokens_per_step)
+    state.tokens_per_step = _per_step(choice.get("avg_decoded_tokens_per_iter"), state.tokens_per_step)
     if not isinstance(content, str) or not content:
         return False
     state.text += content
@@ -463,15 +453,15 @@ def _triton_body(
 
 
 def _triton_piece(endpoint: Endpoint, event: dict[str, Any], state: _State) -> bool:
-    if "error" in event:
-        raise Silent(str(event["error"])[:200])
+    if event.get("error"):
+        raise Silent(its_words(endpoint, str(event["error"]))[:200])
     for key, name in (
         ("num_output_tokens", "claimed"),
         ("total_draft_tokens", "drafted"),
         ("total_accepted_draft_tokens", "accepted"),
     ):
         setattr(state, name, _count(_first(event.get(key)), getattr(state, name)))
-    state.tokens_per_step = _number(_first(event.get("acceptance_length")), state.tokens_per_step)
+    state.tokens_per_step = _per_step(_first(event.get("acceptance_length")), state.tokens_per_step)
     reason = _first(event.get("finish_reason"))
     if isinstance(reason, str) and reason not in ("", "None"):
         state.finish_reason = reason
@@ -491,9 +481,20 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
+def _ids(value: Any) -> list[int] | None:
+    """Token ids, None for what is no list. Raises Silent for a list of something else: an answer of which
+    some ids are missing could be compared with nothing."""
+    if not isinstance(value, list):
+        return None
+    if not all(type(one) is int and 0 <= one < 2**31 for one in value):
+        raise Silent("its token_ids are no numbers of tokens")
+    return value
+
+
 def _count(value: Any, otherwise: int | None) -> int | None:
-    return value if type(value) is int and value >= 0 else otherwise
+    return min(value, 2**53) if type(value) is int and value >= 0 else otherwise
 
 
-def _number(value: Any, otherwise: float | None) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else otherwise
+def _per_step(value: Any, otherwise: float | None) -> float | None:
+    """Tokens a step: at least one, and no more than anything drafts."""
+    return float(value) if type(value) in (int, float) and 1 - 1e-6 <= value <= 1e6 else otherwise

@@ -8,14 +8,20 @@ is given and each of its positions read; where a server does not, it is asked fo
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from contextlib import closing
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trtspec.prompts import Chat
 from trtspec.verify.endpoint import GREEDY, Endpoint, openai_body
-from trtspec.verify.http_stream import Silent, exchange, json_value, opened
+from trtspec.verify.http_stream import Refused, Silent, json_value, post
+from trtspec.verify.prompt_scores import MOST_LOGPROB
 from trtspec.verify.records import Row
+
+_NOT_TOLD = (
+    Silent, Refused, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError,
+)  # fmt: skip
+"""What comes of asking for an extension that a server does not have, or answers with something else."""
 
 
 def margin_rows(endpoint: Endpoint, chat: Chat, answer: Row, *, max_tokens: int) -> list[dict[str, Any]]:
@@ -47,18 +53,17 @@ def scored_margins(
         "prompt_logprobs": 2,
     }
     try:
-        with closing(opened(endpoint)) as connection:
-            status, content = exchange(endpoint, connection, "POST", "/v1/completions", asked)
+        status, content = post(endpoint, "/v1/completions", asked)
         told = json_value(content)["choices"][0]["prompt_logprobs"] if status == 200 else None
         if not told or len(told) != len(prompt) + len(ids):
             return None
         found = []
         for given, place in zip(ids, told[len(prompt) :], strict=True):
-            first, second = sorted((float(one["logprob"]) for one in place.values()), reverse=True)[:2]
-            found.append((str(place[str(given)].get("decoded_token") or ""), first - second))
+            gap = _gap([one["logprob"] for one in place.values()])
+            found.append((str(place[str(given)].get("decoded_token") or ""), gap))
         return found
-    except (Silent, KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return None  # an extension that this server does not have
+    except _NOT_TOLD:
+        return None
 
 
 def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[str, float]] | None:
@@ -72,9 +77,8 @@ def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[st
     kept = ("model", "max_tokens", "temperature", "messages", "prompt")
     body = {key: body[key] for key in kept if key in body}
     try:
-        with closing(opened(endpoint)) as connection:
-            asked = {**body, **({"logprobs": 2} if endpoint.raw else {"logprobs": True, "top_logprobs": 2})}
-            status, content = exchange(endpoint, connection, "POST", path, asked)
+        asked = {**body, **({"logprobs": 2} if endpoint.raw else {"logprobs": True, "top_logprobs": 2})}
+        status, content = post(endpoint, path, asked)
         shown = json_value(content)["choices"][0]["logprobs"] if status == 200 else None
         if not shown:
             return None
@@ -92,8 +96,16 @@ def margins(endpoint: Endpoint, chat: Chat, *, max_tokens: int) -> list[tuple[st
         whole = all(isinstance(raw, list) for _, raw, _ in listed)
         found = []
         for token, raw, tops in listed:
-            first, second = sorted(map(float, tops), reverse=True)[:2]
-            found.append((decoder.decode(bytes(raw or ())) if whole else token, first - second))
+            found.append((decoder.decode(bytes(raw or ())) if whole else token, _gap(tops)))
         return found or None
-    except (Silent, KeyError, IndexError, TypeError, ValueError, AttributeError):
-        return None  # an extension that this server does not have
+    except _NOT_TOLD:
+        return None
+
+
+def _gap(logprobs: Iterable[Any]) -> float:
+    """Between the two largest. ValueError where they are no log-probabilities."""
+    values = sorted(map(float, logprobs), reverse=True)
+    gap = values[0] - values[1]
+    if not math.isfinite(gap) or values[0] > MOST_LOGPROB:
+        raise ValueError("no log-probabilities")
+    return gap

@@ -175,6 +175,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "Do 4-bit weights and the 8-bit cache lose more together than each?",
         "4 位权重与 8 位缓存合用的损失是否大于各自之和",
     ),
+    "check.gates": ("Gates of the recipe that nothing here answers", "此处未作回答的配方门槛"),
     "check.matrix": ("Formats and drafters, cell by cell", "量化格式与推测方法的矩阵"),
     "check.other.lossless": (
         "OTHER's greedy answers are those of the same weights without drafts",

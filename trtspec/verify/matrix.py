@@ -24,13 +24,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trtspec.artifact import Artifact, tool_versions
+from trtspec.artifact import Artifact, json_digest, tool_versions
 from trtspec.backends import open_engine
 from trtspec.engine import Engine
 from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.modelspec import read_modelspec
 from trtspec.prompts import HELDOUT_FILE, PROMPTS_FILE, Prompt, load_prompts, load_texts
-from trtspec.recipe import ExactAcceptance, NoSpeculation, Quantization, Recipe, Speculation
+from trtspec.recipe import ExactAcceptance, Gates, NoSpeculation, Quantization, Recipe, Speculation
 from trtspec.ruler import OnProgress, max_draft, run, stage_of
 from trtspec.text import Tokenizer
 from trtspec.user_files import read_user_json, write_user_file
@@ -85,6 +85,8 @@ def derived(base: Recipe, name: str, quantization: Quantization, draft: Speculat
             "quantization": quantization,
             "speculation": draft or NoSpeculation(kind="none"),
             "acceptance": ExactAcceptance(kind="exact"),
+            # Its own gates are asked of the cells; a build without drafts is refused gates about drafts.
+            "gates": Gates(),
         }
     )
 
@@ -121,7 +123,7 @@ def run_matrix(
         except (TrtspecError, ValidationError) as error:
             skipped[name] = str(error).splitlines()[0]
             continue
-        state = _State(folder / "parts", _key(built, plain, prompts, texts, settings, heads))
+        state = _State(folder / "parts", _key(built, plain, base, prompts, texts, settings, heads))
 
         def scored(name: str = name, built: Artifact = built) -> list[dict[str, Any]]:
             on_progress(f"{name}: perplexity", 0, 0)
@@ -130,7 +132,7 @@ def run_matrix(
         tokens += state.part(f"quality-{name}", scored)
         if name == EXTRA:
             continue
-        cells = _cells(built, heads, skipped, name)
+        cells = _cells(built, base.speculation, heads, skipped, name)
 
         def exact(
             drafter: str,
@@ -171,8 +173,11 @@ def _material(
     return prompts, texts
 
 
-def _cells(built: Artifact, heads: Sequence[Path], skipped: dict[str, str], name: str) -> dict[str, Artifact]:
-    """Drafter -> the engine that runs it; why not goes into ``skipped``."""
+def _cells(
+    built: Artifact, mine: Speculation, heads: Sequence[Path], skipped: dict[str, str], name: str
+) -> dict[str, Artifact]:
+    """Drafter -> the engine that runs it; why not goes into ``skipped``. ``mine``: the recipe's own method,
+    which its cell runs as it stands there; the others have their defaults."""
     cells = {}
     own = built.recipe.speculation
     limits = built.recipe.limits.model_copy(update={"kv_cache_bytes": None})
@@ -180,7 +185,9 @@ def _cells(built: Artifact, heads: Sequence[Path], skipped: dict[str, str], name
         found: Artifact | None = None
         reason = ""
         if drafter in ("none", "ngram", "lookahead"):
-            speculation: Any = TypeAdapter(Speculation).validate_python({"kind": drafter})
+            speculation: Any = (
+                mine if mine.kind == drafter else TypeAdapter(Speculation).validate_python({"kind": drafter})
+            )
             found = replace(built, recipe=built.recipe.model_copy(update={"speculation": speculation}))
         elif drafter == "draft_model":
             if own.kind == "draft_model":
@@ -191,8 +198,10 @@ def _cells(built: Artifact, heads: Sequence[Path], skipped: dict[str, str], name
             for place in heads:
                 kind = _heads_kind(place, built)
                 if kind in _HEADS[drafter]:
-                    speculation = TypeAdapter(Speculation).validate_python(
-                        {"kind": kind, "heads": str(place)}
+                    speculation = (
+                        mine.model_copy(update={"heads": str(place)})
+                        if mine.kind == kind
+                        else TypeAdapter(Speculation).validate_python({"kind": kind, "heads": str(place)})
                     )
                     recipe = built.recipe.model_copy(update={"speculation": speculation})
                     found = replace(built, recipe=recipe, heads_dir=place)
@@ -231,18 +240,23 @@ class _State:
         if path.is_file():
             with contextlib.suppress(InputError):  # a damaged part is measured again
                 found = read_user_json(path)
-                if isinstance(found, dict) and found.get("key") == self._key:
-                    rows: list[dict[str, Any]] = found["rows"]
-                    return rows
-        rows = json.loads(json.dumps(measure()))  # what a resumed run reads: lists, not tuples
+                kept = found.get("rows") if isinstance(found, dict) else None
+                # Verdicts rest on these rows: a part that was cut or edited is no part.
+                if isinstance(kept, list) and self._written(kept) == found:
+                    return kept
+        rows: list[dict[str, Any]] = json.loads(json.dumps(measure()))  # as a resumed run reads it
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_user_file(path, json.dumps({"key": self._key, "rows": rows}).encode())
+        write_user_file(path, json.dumps(self._written(rows)).encode())
         return rows
+
+    def _written(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"key": self._key, "rows": rows, "rows_sha256": json_digest(rows)}
 
 
 def _key(
     built: Artifact,
     plain: Artifact,
+    base: Recipe,
     prompts: Sequence[Prompt],
     texts: Sequence[Sequence[int]],
     settings: MatrixSettings,
@@ -259,6 +273,7 @@ def _key(
         built.manifest.recipe_digest,
         plain.manifest.recipe_digest,
         built.manifest.source.digest,
+        base.speculation.model_dump(mode="json"),
         [prompt.tokens for prompt in prompts],
         texts,
         asdict(settings),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trtspec.recipe import Recipe
+from trtspec.recipe import Gates, Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import acceptance_length
 from trtspec.stats import mean_difference_ratio, rate_upper_bound
@@ -55,11 +55,21 @@ def check_matrix(matrix: Matrix, recipe: Recipe, formats: Sequence[str] = FORMAT
         matrix.runs,
         skipped=dict(matrix.skipped),
         formats=list(formats),
-        own=own_cell(recipe),
-        label=fidelity(recipe),
-        max_perplexity_ratio=recipe.gates.max_perplexity_ratio,
-        min_speedup=recipe.gates.min_speedup,
+        **asked_of_matrix(recipe),
     )
+
+
+def asked_of_matrix(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of :func:`judge_matrix` that follow from the recipe."""
+    given, unset = (gates.model_dump(mode="json") for gates in (recipe.gates, Gates()))
+    judged = ("lossless", "max_perplexity_ratio", "min_speedup")
+    return {
+        "own": own_cell(recipe),
+        "label": fidelity(recipe),
+        "max_perplexity_ratio": recipe.gates.max_perplexity_ratio,
+        "min_speedup": recipe.gates.min_speedup,
+        "unasked": [name for name in given if name not in judged and given[name] != unset[name]],
+    }
 
 
 def judge_matrix(
@@ -73,16 +83,20 @@ def judge_matrix(
     label: str,
     max_perplexity_ratio: float | None,
     min_speedup: float | None,
+    unasked: Sequence[str] | None = None,
 ) -> list[Check]:
     """A check for the whole, one for the interaction, one for each cell. Required: the whole (no cell that
-    drafts changes a greedy answer) and ``own``, the recipe's cell, which its gates are about."""
-    arguments = {
+    drafts changes a greedy answer) and ``own``, the recipe's cell, which its gates are about; where no cell
+    is its own, or it has gates that no cell answers (``unasked``; None: not told), that is a required check
+    that was skipped."""
+    arguments: dict[str, Any] = {
         "skipped": dict(skipped),
         "formats": list(formats),
         "own": own,
         "label": label,
         "max_perplexity_ratio": max_perplexity_ratio,
         "min_speedup": min_speedup,
+        **({} if unasked is None else {"unasked": list(unasked)}),
     }
     records = Records(
         "matrix", arguments, {"answers": list(answers), "tokens": list(tokens), "runs": list(runs)}
@@ -103,8 +117,26 @@ def judge_matrix(
             cells.append(check)
             row.append({"verdict": check.verdict.value, "speedup": check.evidence.get("speedup_over_bf16")})
         table.append(row)
-    checks = [_whole(cells, table, formats, scores), *_interaction(scores, skipped), *cells]
+    checks = [
+        _whole(cells, table, formats, scores),
+        *_left_open(own in [check.name.removeprefix("cell ") for check in cells], unasked),
+        *_interaction(scores, skipped),
+        *cells,
+    ]
     return [replace(check, records=records) for check in checks]
+
+
+def _left_open(has_own: bool, unasked: Sequence[str] | None) -> list[Check]:
+    """Gates of the recipe that nothing here answers: what was not judged is not passed."""
+    if unasked is None or (has_own and not unasked):
+        return []
+    reason = (
+        f"not judged here: {', '.join(unasked)}; trtspec verify ENGINE judges them"
+        if has_own
+        else "no cell has the recipe's own format and drafter, so its gates are not judged here; "
+        "trtspec verify ENGINE judges them"
+    )
+    return [Check("gates", Verdict.SKIPPED, reason, required=True)]
 
 
 def _scores(tokens: Sequence[Row]) -> dict[str, list[list[float]]]:
@@ -192,12 +224,8 @@ def _cell(
     order = (Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
     verdict = next((one for one in order if one in verdicts), Verdict.MEASURED)
     # A busy machine makes times contradict themselves; that is no fault of the cell unless its gate asks.
-    if (
-        verdict is Verdict.ERROR
-        and speed is not None
-        and not speed.required
-        and verdicts[-1] is Verdict.ERROR
-    ):
+    asked = arguments["min_speedup"] is not None and f"{name} {drafter}" == arguments["own"]
+    if verdict is Verdict.ERROR and speed is not None and not asked and verdicts[-1] is Verdict.ERROR:
         rest = [one for one in verdicts[:-1] if one is not Verdict.ERROR]
         verdict = next((one for one in order if one in rest), Verdict.MEASURED)
     return Check(

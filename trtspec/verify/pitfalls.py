@@ -240,7 +240,8 @@ def _lazy_lossless(known: _Known) -> _Answer:
         check = known.sound(name)
         if check is None or check.verdict is Verdict.INCONCLUSIVE:
             continue
-        refused = finite((check.evidence.get("near_misses") or {}).get("refused"))
+        near = check.evidence.get("near_misses")
+        refused = finite(near.get("refused")) if isinstance(near, Mapping) else None
         if check.verdict is Verdict.FAIL or refused:
             return "answered", "yes", {"check": name, "refused": f"{refused or 0:.0f}"}
     return "open", "missing", {}

@@ -10,15 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from trtspec.ruler import shared_start
 from trtspec.verify.endpoint import Endpoint
-from trtspec.verify.http_stream import Refused, Silent, exchange, json_value, opened, refused
+from trtspec.verify.http_stream import Refused, Silent, json_value, post, refused
 from trtspec.verify.records import Row
 from trtspec.verify.tasks import Item, Scored
+
+MOST_LOGPROB = 0.01
+"""Of a token that is certain, with the rounding of 16-bit arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,9 @@ def prompt_scores(endpoint: Endpoint, prompt: str | Sequence[int]) -> PromptScor
         "echo": True,
         "logprobs": 1,
     }
-    with closing(opened(endpoint)) as connection:
-        status, content = exchange(endpoint, connection, "POST", "/v1/completions", body)
+    status, content = post(endpoint, "/v1/completions", body)
     if status != 200:
-        raise refused(status, content)
+        raise refused(endpoint, status, content)
     value = json_value(content)
     try:
         told = value["choices"][0]["logprobs"]
@@ -60,8 +61,10 @@ def prompt_scores(endpoint: Endpoint, prompt: str | Sequence[int]) -> PromptScor
         likely = [_likeliest(one) for one in tops[:count]]
         if not len(tokens) == len(logprobs) == len(tops) or count < 2 or any(map(math.isnan, found[1:])):
             raise ValueError("another number of tokens than of log-probabilities")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
         raise Silent("its completions come without the log-probabilities of the prompt (echo)") from None
+    if (most := max(found[1:])) > MOST_LOGPROB:
+        raise Silent(f"its log-probabilities of the prompt are none: {most:.3g} is more than 0 (echo)")
     return PromptScores(tuple(tokens[:count]), tuple(found), tuple(map(str, likely)))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,8 @@ from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.report import VERDICT_WORDS, check_fields, pitfall_fields, pitfalls, plain
 
 Status = Literal["same", "differs", "no records"]
+_DAMAGE = (TrtspecError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What records make of the code that reads them once somebody changed them: it must end as a finding."""
 _WORDING = ("summary", "how", "warnings", "details")
 _TOLERANCE = 1e-9
 
@@ -79,14 +81,21 @@ def recheck(folder: Path) -> Recheck:
     """Compute every verdict of the bundle in ``folder`` again. Raises InputError where it is no bundle."""
     bundle = open_bundle(folder)
     same_version = bundle.report.tools.get("trtspec") == tool_versions()["trtspec"]
-    problems = [*bundle.problems, *_whole(bundle), *_books(bundle)]
+    problems = [
+        *bundle.problems,
+        *_problems("report.json", _whole, bundle),
+        *_problems("records", _books, bundle),
+    ]
     stored = {check.name: check for check in bundle.report.checks}
     findings: dict[str, Finding] = {}
     for judged in bundle.judged:
         fresh: dict[str, Check] = {}
         failure = "its records are missing or broken"
         if judged.records is not None:
-            problems += _other_gates(judged.checks, judged.records, _gates_asked(bundle, judged.records))
+            asked = _gates_asked(bundle, judged.records)
+            problems += _problems(
+                ", ".join(judged.checks), _other_gates, judged.checks, judged.records, asked
+            )
             fresh, failure = _again(judged.records)
         for name in judged.checks:
             findings[name] = _finding(name, stored.get(name), fresh.get(name), failure, same_version)
@@ -102,22 +111,21 @@ def recheck(folder: Path) -> Recheck:
     return Recheck(tuple(findings[name] for name in order), tuple(problems), tuple(undecided))
 
 
+def _problems(place: str, find: Callable[..., list[str]], *given: Any) -> list[str]:
+    """What ``find`` finds, or that nothing can be found in what is there."""
+    try:
+        return find(*given)
+    except _DAMAGE as error:
+        return [f"{place}: cannot be read: {type(error).__name__}: {error}"]
+
+
 def _again(records: Records) -> tuple[dict[str, Check], str]:
     """The checks that the records give, by name, or why they give none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # sums over what is no number
             return {check.name: check for check in rejudge(records)}, ""
-    except (
-        TrtspecError,
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:
-        # Whatever is wrong with rows that somebody changed, it must end as a finding.
+    except _DAMAGE as error:
         return {}, f"its records cannot be judged: {type(error).__name__}: {error}"
 
 
@@ -314,6 +322,10 @@ def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, An
             case "served":
                 problems += _other_load(name, arguments, gates or {})
                 continue
+            case "matrix":
+                if name == names[0]:  # one judge made them all
+                    problems += _other_matrix(name, arguments, recipe)
+                continue
             case _:
                 continue
         if gates and gates.get(key) != found:
@@ -337,6 +349,18 @@ def _other_load(name: str, arguments: Mapping[str, Any], gates: Mapping[str, Any
         if gates and wanted != found:
             problems.append(f"{name}: judged by {key} {found!r}, the recipe's gates.{key} is {wanted!r}")
     return problems
+
+
+def _other_matrix(name: str, arguments: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """What a matrix was judged with and the recipe does not say."""
+    from trtspec.verify.matrix_verdict import asked_of_matrix
+
+    known = _recipe(recipe)
+    return [
+        f"{name}: judged with {key} {_short(arguments[key])}, the recipe makes it {_short(value)}"
+        for key, value in ({} if known is None else asked_of_matrix(known)).items()
+        if key in arguments and not _equal(arguments[key], value)
+    ]
 
 
 # --------------------------------------------------------------------------- judges

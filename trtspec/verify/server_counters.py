@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from trtspec.errors import TrtspecError
 from trtspec.verify.endpoint import Endpoint
-from trtspec.verify.http_stream import Silent, get
+from trtspec.verify.http_stream import Refused, Silent, get
 
 _COUNTERS = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -29,7 +28,7 @@ def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
         return None
     try:
         status, body = get(endpoint, "/metrics")
-    except (Silent, TrtspecError):
+    except (Silent, Refused):
         return None
     if status != 200:
         return None
@@ -43,9 +42,12 @@ def draft_counters(endpoint: Endpoint) -> dict[str, float] | None:
         if key is None:
             continue
         try:
-            found[key] = found.get(key, 0.0) + float(last)  # over the engines of one server
+            value = float(last)
         except ValueError:
             continue
+        if not 0 <= value < 1e300:
+            return None  # no counter; what else stands there tells nothing either
+        found[key] = found.get(key, 0.0) + value  # over the engines of one server
     if "generated" in found and not {"drafts", "accepted"} & set(found):
         return {**found, "drafts": 0.0, "drafted": 0.0, "accepted": 0.0}
     return found if {"drafts", "accepted"} <= set(found) else None
