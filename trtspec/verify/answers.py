@@ -15,7 +15,10 @@ from trtspec.verify.report import Report
 _LOSSLESS = ("lossless", "lossless_float64", "sampled", "sampling_parameters", "identity")
 _APPROXIMATE = ("greedy", "greedy_float64", "approximate_likelihood", "approximate_repetition")
 _QUALITY = ("quality", "mean_kl", "p99_kl", "same_top_token", "retrieval", "degenerate_text")
-_FASTER = ("speedup", "speedup_over_baseline", "speedup_under_load", "speedup_by_load")
+_FASTER = (
+    *("speedup", "speedup_over_baseline", "speedup_under_load", "speedup_over_baseline_under_load"),
+    "speedup_by_load",
+)
 _WRONG = (Verdict.FAIL, Verdict.ERROR)
 
 

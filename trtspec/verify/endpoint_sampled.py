@@ -17,6 +17,7 @@ if the control shows none: where the baseline does not draw like itself, this is
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from trtspec.verify.blackbox import FIRST_TOKENS, beginnings, found_bias, judge_
 from trtspec.verify.endpoint import Endpoint, Reply, SamplingParams, ask, is_refused, reply_fields, takes
 from trtspec.verify.endpoint_verdict import ALPHA
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.power import LOOKS
+from trtspec.verify.power import LOOKS, told_bias
 from trtspec.verify.records import Records, Row
 
 Stream = Literal["baseline", "url", "control"]
@@ -382,6 +383,7 @@ def judge_draws(
             f"{found.how}; by {evidence['compared']}; no seed is used twice; control: the baseline against "
             "itself, likewise"
         ),
+        details=(told_bias(shown),) if math.isfinite(shown) else (),
         warnings=tuple(warnings) if verdict is not Verdict.INCONCLUSIVE or found.n else (),
         evidence=evidence,
         records=Records("endpoint_sampled", arguments, {"draws": list(draws)}),

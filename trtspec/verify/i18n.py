@@ -68,6 +68,7 @@ TEXTS: dict[str, tuple[str, str]] = {
         "{passed} of {required} required checks passed",
         "{required} 项必需检查中 {passed} 项通过",
     ),
+    "of-required": ("{word}: {names}", "{word}：{names}"),
     "not-measured": ("no valid measurement: {names}", "测量无效：{names}"),
     "joined": ("; ", "；"),
     "in-brackets": ("{word} ({text})", "{word}（{text}）"),
@@ -157,6 +158,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "check.p99_ttft": ("Tail of the time to the first token under load", "负载下首词元延迟的尾部"),
     "check.p99_tpot": ("Tail of the time per token under load", "负载下每词元用时的尾部"),
     "check.throughput": ("Throughput under load", "负载下的吞吐量"),
+    "check.speedup_over_baseline_under_load": (
+        "Throughput under load against the 16-bit baseline",
+        "负载下相对 16 位基线的吞吐",
+    ),
     "check.speedup_under_load": (
         "Throughput against the same weights without speculation",
         "相对同权重无推测的吞吐量",

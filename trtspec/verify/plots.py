@@ -248,9 +248,9 @@ def _cdf(title: str, series: Mapping[str, list[float]], unit: str, say: Say) -> 
         texts.append(
             say("plot.latency.few", name=label, n=len(values))
             if middle is None
-            else say("plot.latency.text", name=label, value=f"{middle:.4g}")
+            else say("plot.latency.text", name=label, value=_short(middle))
         )
-        table.append((label, str(len(values)), *("" if v is None else f"{v:.4g}" for v in (middle, most))))
+        table.append((label, str(len(values)), *("" if v is None else _short(v) for v in (middle, most))))
     shares = [(v, f"{v:.0%}") for v in (0, 0.5, 0.9, 1)]
     frame = axes.frame(_ticks(*axes.xs), shares, unit, "")
     columns = (say("plot.latency"), say("n"), "p50", "p90")
@@ -456,7 +456,12 @@ def _ticks(low: float, high: float) -> list[tuple[float, str]]:
     step = next(power * one for one in (1, 2, 5, 10) if power * one >= rough)
     first = math.ceil(low / step)
     count = min(int((high - first * step) / step + 1e-9) + 1, 12)
-    return [((first + i) * step, f"{(first + i) * step:.4g}") for i in range(count)]
+    return [((first + i) * step, _short((first + i) * step)) for i in range(count)]
+
+
+def _short(value: float) -> str:
+    """Four figures, and no powers of ten for what people read as a number."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _cut(text: str, most: int) -> str:

@@ -31,6 +31,11 @@ def bias_size(law: Sequence[float], biased: Sequence[float]) -> float:
     return float(((p1 - p0) ** 2 / p0).sum())
 
 
+def told_bias(bias: float) -> str:
+    """w^2 in words: what a fair coin of that bias does, (1/2 +- sqrt(w^2) / 2)."""
+    return f"w^2 = {bias:.3g} is a fair coin that falls {50 + 50 * min(1.0, bias**0.5):.0f}% to one side"
+
+
 def power_of(draws: float, bias: float, outcomes: int, alpha: float = SUITE_ALPHA) -> float:
     """The chance that a chi-square test of ``outcomes`` cells at ``alpha`` finds a bias of size w^2
     ``bias``."""

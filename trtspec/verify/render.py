@@ -54,7 +54,7 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
     lines += ["", *_notes(report, width, say)]
     lines += _pitfall_lines(report, width, say)
     lines += _answer_lines(report, width, say)
-    lines.append(say("verdict-line", text=verdict(report, lang)))
+    lines += _wrapped(say("verdict-line", text=verdict(report, lang)), max(width, 40), rest="  ")
     return "\n".join(lines)
 
 
@@ -66,6 +66,9 @@ def verdict(report: Report, lang: Lang = "en") -> str:
     word = say(VERDICT_WORDS[report.exit_code])
     word += say("approximate") if report.fidelity == "approximate" else ""
     text = say("passed", passed=passed, required=len(required))
+    for kind in (Verdict.FAIL, Verdict.ERROR, Verdict.INCONCLUSIVE, Verdict.SKIPPED):
+        if names := [check.name for check in required if check.verdict is kind]:
+            text += say("joined") + say("of-required", word=say(kind.name), names=say("listed").join(names))
     broken = [check.name for check in report.checks if check.verdict is Verdict.ERROR and not check.required]
     if broken:
         text += say("joined") + say("not-measured", names=", ".join(broken))

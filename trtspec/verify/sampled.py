@@ -35,7 +35,7 @@ from trtspec.prompts import Prompt
 from trtspec.ruler import Answer, Run, acceptance_length, counter, run
 from trtspec.stats import scipy
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.power import SUITE_ALPHA, draws_needed, holm, least_bias
+from trtspec.verify.power import SUITE_ALPHA, draws_needed, holm, least_bias, told_bias
 
 Array = NDArray[np.float64]
 
@@ -359,6 +359,7 @@ def judge_sampled(
             f"A/A control; {len(p_values)} tests, Holm, {alpha:g} for all together"
         ),
         warnings=warnings,
+        details=(told_bias(found_bias),) if math.isfinite(found_bias) else (),
         evidence={
             "p_values": {f"{name}: {test}": p for (name, test), p in p_values.items()},
             "rejected": [f"{name}: {test}" for name, test in rejected],

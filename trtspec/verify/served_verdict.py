@@ -246,33 +246,23 @@ def _throughput(
             evidence=evidence,
         )
     ]
-    bound = gates["min_speedup_under_load"]
-    if not speculates or concurrency is None:
+    if concurrency is None:
         return checks  # in an open loop throughput is what was asked for, on either side
-    if "no_speculation" not in of:
-        reason = "there is no run of the same weights without speculation"
-        return [*checks, skipped("speedup_under_load", reason, bound is not None)]
-    ratio, interval, pairs = _over(of["recipe"], of["no_speculation"])
-    problem = impossible_speedup(interval[0] if math.isfinite(interval[0]) else ratio, length)
-    if problem or not math.isfinite(ratio):
-        text = f"{problem}; machine busy?" if problem else "no step in the steady state of both sides"
-        verdict = Verdict.ERROR if problem else Verdict.INCONCLUSIVE
-        return [
-            *checks,
-            Check(
-                "speedup_under_load",
-                verdict,
-                text,
-                bound is not None,
-                bound=bound,
-                how=how,
-                evidence=evidence,
-            ),
-        ]
-    checks.append(
-        gated(
-            name="speedup_under_load",
-            what=f"throughput at {load} over the same weights without speculation:",
+
+    def over(name: str, side: str, what: str, bound: float | None, most: float | None) -> Check:
+        """The recipe's throughput over ``side``'s; ``most``: tokens a step, where they bound it."""
+        if side not in of:
+            return skipped(name, f"there is no run of {what}", bound is not None)
+        ratio, interval, pairs = _over(of["recipe"], of[side])
+        surely = interval[0] if math.isfinite(interval[0]) else ratio
+        problem = "" if most is None else impossible_speedup(surely, most)
+        if problem or not math.isfinite(ratio):
+            text = f"{problem}; machine busy?" if problem else "no step in the steady state of both sides"
+            verdict = Verdict.ERROR if problem else Verdict.INCONCLUSIVE
+            return Check(name, verdict, text, bound is not None, bound=bound, how=how, evidence=evidence)
+        return gated(
+            name=name,
+            what=f"throughput at {load} over {what}:",
             measured=ratio,
             interval=interval,
             bound=bound,
@@ -282,7 +272,13 @@ def _throughput(
             how=f"{how}; slices next to each other in pairs",
             evidence=evidence,
         )
-    )
+
+    if speculates:
+        what, bound = "the same weights without speculation", gates["min_speedup_under_load"]
+        checks.append(over("speedup_under_load", "no_speculation", what, bound, length))
+    if "baseline" in of:
+        what = "the 16-bit baseline"
+        checks.append(over("speedup_over_baseline_under_load", "baseline", what, None, None))
     return checks
 
 
