@@ -58,6 +58,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     problems: list[Problem] = []
     seen: set[str] = set()
+    lines: dict[object, int] = {}
     if max_tokens < 1:
         message = "leaves no room for a prompt within limits.max_seq_tokens; ask for shorter answers"
         raise InputError(Problem(message, key="max_new_tokens"))
@@ -82,6 +83,8 @@ def load_prompts(
             problems.append(Problem(message, file=str(path), line=number))
         elif name in seen:
             problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
+        elif (first := lines.setdefault(tuple(tokens), number)) != number:
+            problems.append(Problem(repeats(first), file=str(path), line=number))
         else:
             task, language = (str(value.get(key, "")) for key in ("task", "language"))
             prompts.append(Prompt(name, tuple(tokens), task, language))
@@ -96,11 +99,17 @@ def load_prompts(
     return prompts
 
 
+def repeats(line: int) -> str:
+    """Why a line is refused that says what ``line`` says: intervals and sample sizes count each as new."""
+    return f"says the same as line {line}, which is no more evidence; leave it out"
+
+
 def load_chats(path: Path, *, limit: int, sample: bool = False) -> list[Chat]:
     """Up to ``limit`` prompts of a JSONL file as they are: the first ones, or with ``sample`` ones spread
     evenly over the file. Lines as :func:`load_prompts` reads them; raises InputError with every bad line."""
     problems: list[Problem] = []
     chats: dict[str, Chat] = {}
+    lines: dict[object, int] = {}
     for number, value in read_lines(path, problems):
         messages = _messages(value)
         name = str(value.get("id", f"line-{number}"))
@@ -111,6 +120,9 @@ def load_chats(path: Path, *, limit: int, sample: bool = False) -> list[Chat]:
             problems.append(Problem(f"id {name!r} occurs twice", file=str(path), line=number))
         else:
             kept = tuple({key: one[key] for key in ("role", "content")} for one in messages)
+            first = lines.setdefault(tuple((one["role"], one["content"]) for one in kept), number)
+            if first != number:
+                problems.append(Problem(repeats(first), file=str(path), line=number))
             chats[name] = Chat(name, kept, str(value.get("task", "")), str(value.get("language", "")))
     if not chats and not problems:
         problems.append(Problem("holds no prompts", file=str(path)))
@@ -146,6 +158,7 @@ def _gathered(
     """What ``cut`` leaves of the file's texts, until their sizes make ``enough``; nothing of one item."""
     found: list[_Piece] = []
     problems: list[Problem] = []
+    lines: dict[object, int] = {}
     total = 0
     for number, value in read_lines(path, problems):
         if total >= enough:
@@ -154,6 +167,8 @@ def _gathered(
         if not isinstance(text, str):
             problems.append(Problem("needs text, a string", file=str(path), line=number))
             continue
+        if (first := lines.setdefault(text, number)) != number:
+            problems.append(Problem(repeats(first), file=str(path), line=number))
         piece = cut(text)
         if len(piece) > 1:
             found.append(piece)

@@ -279,6 +279,17 @@ def test_a_gate_brings_the_tasks_that_ship(engines):
     assert plan_suite(Settings(), Gates(max_retrieval_loss=0.1), engines[0], 512).retrieval
 
 
+def test_an_item_given_twice_is_refused(engines, tmp_path):
+    """Under another id too: a hundred copies of one item would pass any gate."""
+    one = {"kind": "exact", "prompt": "a", "answer": "b"}
+    copies = [{**one, "id": f"i{n}"} for n in range(3)]
+    with pytest.raises(InputError) as caught:
+        load_tasks(write_jsonl(tmp_path / "t.jsonl", copies), engines[0])
+    assert str(caught.value).count("says the same as line 1") == 2
+    others = [one, {**one, "prompt": "c"}, {**one, "answer": "d"}, {**one, "task": "other"}]
+    assert len(load_tasks(write_jsonl(tmp_path / "u.jsonl", others), engines[0])) == 4
+
+
 def test_two_files_may_not_share_a_task(engines, tmp_path):
     paths = tuple(
         write_jsonl(tmp_path / f"{n}.jsonl", [{"kind": "exact", "prompt": "a", "answer": "b", "task": "t"}])

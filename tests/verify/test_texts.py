@@ -11,7 +11,7 @@ from built_tiny import build_tiny
 
 from trtspec.cli import main
 from trtspec.errors import InputError
-from trtspec.prompts import load_prompts
+from trtspec.prompts import load_chats, load_prompts, load_texts
 from trtspec.text import Tokenizer
 
 
@@ -50,6 +50,20 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, tokenizer:
     (found,) = problems(path, tokenizer)
     assert found.startswith("2: ")
     assert message in found
+
+
+def test_a_text_given_twice_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Under another id too: intervals would take copies of one prompt for so many prompts."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "abc"}\n{"text": "abd"}\n{"text": "abc", "id": "new"}\n', encoding="utf-8")
+    for read in (
+        lambda: load_prompts(path, tokenizer, limit=9, max_tokens=100),
+        lambda: load_chats(path, limit=9),
+        lambda: load_texts(path, tokenizer, total_tokens=1000, max_tokens=100),
+    ):
+        with pytest.raises(InputError, match="says the same as line 1, which is no more evidence"):
+            read()
+    assert len(load_prompts(path, tokenizer, limit=2, max_tokens=100)) == 2
 
 
 def test_a_line_separator_inside_a_string_is_text(tmp_path: Path, tokenizer: Tokenizer) -> None:

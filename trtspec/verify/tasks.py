@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 
 from trtspec.engine import Engine, Request
 from trtspec.errors import InputError, Problem, TrtspecError
-from trtspec.prompts import DATA_FOLDER, read_lines
+from trtspec.prompts import DATA_FOLDER, read_lines, repeats
 from trtspec.ruler import run, shared_start
 from trtspec.text import Tokenizer
 from trtspec.user_files import shown_path
@@ -155,6 +155,7 @@ def load_tasks(
     items: list[Item] = []
     problems: list[Problem] = []
     seen: set[tuple[str, str]] = set()
+    lines: dict[object, int] = {}
     for number, value in read_lines(path, problems):
         try:
             item = _item(value, number, path.stem, tokenizer, judge)
@@ -168,6 +169,9 @@ def load_tasks(
         if (item.task, item.id) in seen:
             problems.append(Problem(f"id {item.id!r} occurs twice", file=shown_path(path), line=number))
         seen.add((item.task, item.id))
+        asked = (item.task, item.kind, item.prompt, item.texts, item.answers, item.right)
+        if (first := lines.setdefault(asked, number)) != number:
+            problems.append(Problem(repeats(first), file=shown_path(path), line=number))
         items.append(item)
     if not items and not problems:
         problems.append(Problem("holds no items", file=shown_path(path)))
