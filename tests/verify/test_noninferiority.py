@@ -148,9 +148,9 @@ def suite(rng: np.random.Generator, losses: tuple[float, ...], kl: float | None 
     if kl is None:
         return checks
     tokens = []
-    for text in range(12):
+    for text in range(24):
         level = rng.gamma(4.0, kl / 4)
-        for position in range(50):
+        for position in range(125):
             value = rng.gamma(0.5, 2 * level)
             same = bool(rng.random() > 0.05)
             tokens.append({"text": text, "position": position, "kl": value, "same_top": same})
