@@ -104,6 +104,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "unit.parameters": ("parameters", "个参数"),
     "unit.nats": ("nats", "奈特"),
     "unit.ms": ("ms", "毫秒"),
+    "unit.ms TTFT p50": ("ms TTFT p50", "毫秒（TTFT p50）"),
     "unit.tokens/s": ("tokens/s", "词元/秒"),
     "unit.slices": ("slices", "个时间片"),
     "unit.loads": ("loads", "种负载"),
@@ -459,12 +460,12 @@ TEXTS: dict[str, tuple[str, str]] = {
         "只测了总量：失败的草稿恰恰在用户等待最久处代价最大",
     ),
     "pitfall.tail-ignored.run.url": (
-        "trtspec verify {engine} --requests 400",
-        "运行 trtspec verify {engine} --requests 400",
+        "trtspec verify {engine} --requests 600",
+        "运行 trtspec verify {engine} --requests 600",
     ),
     "pitfall.tail-ignored.run": (
-        "trtspec verify {engine} --latency",
-        "运行 trtspec verify {engine} --latency",
+        "trtspec verify {engine} --latency --requests 500",
+        "运行 trtspec verify {engine} --latency --requests 500",
     ),
     "pitfall.lazy-lossless": ("Losslessness claimed, not shown", "声称无损而未证明"),
     "pitfall.lazy-lossless.yes": (

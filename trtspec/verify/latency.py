@@ -386,6 +386,7 @@ def judge_latency(
     }
     table: dict[str, dict[str, Any]] = {}
     details: list[str] = []
+    first = quantile_of(values["TTFT"], 0.5)
     refused: dict[tuple[int, str], list[str]] = {}
     for metric, numbers in values.items():
         table[metric] = {}
@@ -438,12 +439,15 @@ def judge_latency(
             verdict,
             summary,
             required=False,
+            measured=first.value and 1e3 * first.value,
+            interval=first.interval and (1e3 * first.interval[0], 1e3 * first.interval[1]),
+            unit="ms TTFT p50",
             n=len(kept),
             n_unit="requests",
             how=how,
             warnings=warnings,
             evidence=evidence,
-            details=tuple(details),
+            details=tuple(details[1:]),  # TTFT is in the summary
             records=records,
         )
     ]

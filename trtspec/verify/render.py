@@ -17,7 +17,7 @@ from trtspec.verify.phrases import told
 from trtspec.verify.report import VERDICT_WORDS, Report, pitfalls, plain
 
 _VERDICT_WIDTH = 13
-_NAMES_WIDTH = 22
+_NAMES_WIDTH, _LONGEST_NAME = 22, 34
 _INDENT = " " * 4
 
 
@@ -36,8 +36,9 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
         *([say("against-other", engine=report.other.get("engine", ""))] if report.other else []),
         "",
     ]
+    names = min(max((len(check.name) for check in report.checks), default=0), _LONGEST_NAME)
     for check in report.checks:
-        head = f"{_padded(say(check.verdict.name), _VERDICT_WIDTH)} {check.name:<{_NAMES_WIDTH}} "
+        head = f"{_padded(say(check.verdict.name), _VERDICT_WIDTH)} {check.name:<{max(names, _NAMES_WIDTH)}} "
         room = max(width - _columns(head), 30)
         text = check.summary + _need(check, say)
         title = check_title(check.name, say)

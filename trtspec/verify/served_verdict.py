@@ -207,7 +207,9 @@ def _throughput(
     speculates: bool,
 ) -> list[Check]:
     """Tokens a second of the recipe, and what they are of those without speculation."""
-    of = {side: _steady_slices(found, slices, side, concurrency) for side, found in rows.items()}
+    of = _side_by_side(
+        {side: _steady_slices(found, slices, side, concurrency) for side, found in rows.items()}
+    )
     rates: dict[str, float] = {}
     intervals: dict[str, Interval] = {}
     for side, found in of.items():
@@ -240,8 +242,8 @@ def _throughput(
             bound=gates["min_tokens_per_s"],
             sense="at least",
             unit="tokens/s",
-            n=len(of["recipe"]),
-            n_unit="slices",
+            n=len(mine),
+            n_unit="requests",
             how=how,
             evidence=evidence,
         )
@@ -253,7 +255,7 @@ def _throughput(
         """The recipe's throughput over ``side``'s; ``most``: tokens a step, where they bound it."""
         if side not in of:
             return skipped(name, f"there is no run of {what}", bound is not None)
-        ratio, interval, pairs = _over(of["recipe"], of[side])
+        ratio, interval = _over(of["recipe"], of[side])
         surely = interval[0] if math.isfinite(interval[0]) else ratio
         problem = "" if most is None else impossible_speedup(surely, most)
         if problem or not math.isfinite(ratio):
@@ -267,8 +269,8 @@ def _throughput(
             interval=interval,
             bound=bound,
             sense="at least",
-            n=pairs,
-            n_unit="slices",
+            n=len(mine),
+            n_unit="requests",
             how=f"{how}; slices next to each other in pairs",
             evidence=evidence,
         )
@@ -295,6 +297,15 @@ def _steady_slices(
     return [row for row in mine if row["began_s"] >= first and row["ended_s"] <= last] or mine
 
 
+def _side_by_side(of: Mapping[str, list[Row]]) -> Mapping[str, list[Row]]:
+    """Only slices that every side has in its steady state, where there are enough: then a ratio is the
+    quotient of the rates beside it."""
+    common = set.intersection(*({row["number"] for row in found} for found in of.values()))
+    if len(common) < _FEWEST_BLOCKS:
+        return of
+    return {side: [row for row in found if row["number"] in common] for side, found in of.items()}
+
+
 def _blocks(values: Sequence[tuple[float, ...]]) -> list[list[float]]:
     """Sums over consecutive ``values``, at most :data:`_MOST_BLOCKS` of them and as equal as can be."""
     count = min(_MOST_BLOCKS, len(values))
@@ -302,7 +313,7 @@ def _blocks(values: Sequence[tuple[float, ...]]) -> list[list[float]]:
     return [[float(total) for total in part.sum(axis=0)] for part in parts]
 
 
-def _over(mine: Sequence[Row], other: Sequence[Row]) -> tuple[float, Interval, int]:
+def _over(mine: Sequence[Row], other: Sequence[Row]) -> tuple[float, Interval]:
     """Throughput of the one over the other's with its interval, over the slices that ran side by side."""
     there = {row["number"]: row for row in other}
     pairs = [(row, there[row["number"]]) for row in mine if row["number"] in there]
@@ -315,7 +326,7 @@ def _over(mine: Sequence[Row], other: Sequence[Row]) -> tuple[float, Interval, i
         )
     )
     if not len(blocks):
-        return math.nan, _NONE, 0
+        return math.nan, _NONE
 
     def ratio(sums: NDArray[np.float64]) -> Any:
         return sums[..., 0] / sums[..., 1] / (sums[..., 2] / sums[..., 3])
@@ -327,4 +338,4 @@ def _over(mine: Sequence[Row], other: Sequence[Row]) -> tuple[float, Interval, i
     value = float(ratio(blocks.sum(axis=0)))
     enough = len(blocks) >= _FEWEST_BLOCKS
     interval = bootstrap(value, statistic, len(blocks), positive=True) if enough else _NONE
-    return value, interval, len(pairs)
+    return value, interval
