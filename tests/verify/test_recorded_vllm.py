@@ -178,7 +178,7 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def test_requests_that_failed_are_no_pass():
-    rows = [row(side, f"p{i}") for side in ("url", "baseline") for i in range(8)]
+    rows = [{**row(side, f"p{i}"), "text": f"text {i}"} for side in ("url", "baseline") for i in range(8)]
     arguments = {"load": "", "max_new_tokens": 3, "draft_tokens": None, "min_speedup": None, "counters": {}}
     assert judge_endpoints(rows, **arguments)[0].verdict is Verdict.PASS
     rows[0]["error"] = "the server closed the connection"

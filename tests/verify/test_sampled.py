@@ -18,10 +18,18 @@ from trtspec.embedded.acceptance import exact, rejection
 from trtspec.embedded.sampling import TargetLaw
 from trtspec.engine import Sampling
 from trtspec.prompts import Prompt
+from trtspec.ruler import Answer
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.power import SUITE_ALPHA
 from trtspec.verify.report import plain
-from trtspec.verify.sampled import Drawn, check_sampled, judge_sampled, law_requests, run_tests
+from trtspec.verify.sampled import (
+    Drawn,
+    check_sampled,
+    judge_sampled,
+    kept_whole,
+    law_requests,
+    run_tests,
+)
 
 TEXT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 38, 46]
 PROMPTS = [Prompt(f"p{number}", tuple(TEXT[: 5 + number])) for number in range(5)]
@@ -155,6 +163,52 @@ def test_a_bias_of_the_planned_size_is_found():
     assert all("law" in check.evidence["rejected"][0] for check in checks if check.verdict is Verdict.FAIL)
 
 
+def touched(law: list[Drawn], other: list[Drawn], share: int) -> list[Drawn]:
+    """Tokens of ``law`` at every ``share``-th place, where a draft had a part, and of ``other`` between."""
+    found = []
+    for mine, theirs in zip(law, other, strict=True):
+        flags = tuple(at % share == 0 for at in range(len(mine.tokens)))
+        columns = {
+            name: tuple(
+                a if flag else b
+                for flag, a, b in zip(flags, getattr(mine, name), getattr(theirs, name), strict=True)
+            )
+            for name in ("tokens", "logprobs", "entropies", "variances", "above")
+        }
+        found.append(dataclasses.replace(mine, **columns, drafted=flags))
+    return found
+
+
+def test_a_fault_where_drafts_had_a_part_does_not_drown_among_the_other_tokens():
+    rng = np.random.default_rng(6)
+    caught = drowned = alarms = 0
+    for _ in range(20):
+        bad, good, control = (simulated(rng, 26, 48, bias=one) for one in (0.35, 0.0, 0.0))
+        mixed = touched(bad, good, 6)
+        check = judged(mixed, control)
+        caught += check.verdict is Verdict.FAIL
+        assert check.details[0].startswith("a draft had a part in 208 of 1248 tokens; of these alone")
+        # Broken: all tokens together.
+        blind = [dataclasses.replace(one, drafted=()) for one in mixed]
+        drowned += judged(blind, control).verdict is not Verdict.FAIL
+        alarms += judged(touched(good, good, 6), control).verdict is Verdict.FAIL
+    assert caught >= 18
+    assert drowned >= 10
+    assert alarms <= 1
+    few = touched(good, good, 24)
+    assert judged(few, control).details == (
+        "a draft had a part in 52 of 1248 tokens, too few to test them alone",
+    )
+
+
+def test_drafts_that_were_hardly_ever_kept_whole_are_said(drawn):
+    assert judged(*drawn, bias=0.5, whole=20).warnings == judged(*drawn, bias=0.5).warnings == ()
+    assert judged(*drawn, bias=0.5, whole=3).warnings[0].startswith("only 3 drafts were kept whole")
+    answer = Answer("x", (1,) * 9, "length", (1, 5, 2, 1), 8, 5, (0, 4, 4, 0))
+    tree = dataclasses.replace(answer, drafted_by_step=(0, 16, 16, 0))
+    assert kept_whole([answer], 4) == kept_whole([answer], None) == kept_whole([tree], 4) == 1
+
+
 def test_requests_that_share_a_random_stream_are_found():
     rng = np.random.default_rng(5)
     check = judged(simulated(rng, 20, 32, repeat=True), simulated(rng, 20, 32))
@@ -244,3 +298,5 @@ def test_engines_that_draw_rightly_and_wrongly(accept):
     right = accept in (exact, rejection)
     assert check.verdict is (Verdict.PASS if right else Verdict.FAIL), check.summary
     assert check.evidence["raw"]["accepted"] > 0
+    assert check.evidence["tests"]["law"]["touched"] > 300
+    assert check.evidence["tests"]["control"]["touched"] == 0

@@ -36,9 +36,7 @@ STEP_S, DELAY_S = 0.001, 0.02
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    file = write_jsonl(
-        folder / "p.jsonl", [{"id": f"p{i}", "prompt": "ab cd " * (2 + i % 4)} for i in range(8)]
-    )
+    file = write_jsonl(folder / "p.jsonl", [{"id": f"p{i}", "prompt": "ab cd " * (2 + i)} for i in range(8)])
     built = build_tiny(folder)
     with contextlib.ExitStack() as stack:
         engines = {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trtspec.cli.output import UserPath, json_option, print_json
-from trtspec.errors import InputError
+from trtspec.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from trtspec.verify.i18n import Lang
@@ -38,17 +40,53 @@ def form_options(function: _Function) -> _Function:
     return function
 
 
+def check_outputs(outputs: Mapping[str, Path | None], reads: Mapping[str, Path | None]) -> None:
+    """Raises InputError where an output (by option) is another one too, or would replace or change what is
+    read (files, and folders that are sealed), and what :func:`~trtspec.user_files.check_writable` does:
+    before minutes of work, and before anything is lost."""
+    from trtspec.user_files import check_writable, shown_path
+
+    problems = []
+    taken: dict[Path, str] = {}
+    kept = {Path(os.path.realpath(path)): what for what, path in reads.items() if path is not None}
+    for option, path in sorted(outputs.items(), key=lambda one: one[0] != "--bundle"):
+        if path is None:
+            continue
+        place = Path(os.path.realpath(path))
+        found = next((what for one, what in kept.items() if one == place or one in place.parents), None)
+        if found is not None:
+            message = f"would change {found}, which is read; name another place"
+            problems.append(Problem(message, file=shown_path(path), key=option))
+        elif any(taken.get(one) == "--bundle" for one in place.parents):
+            problems.append(
+                Problem("lies in --bundle, a folder of its own", file=shown_path(path), key=option)
+            )
+        elif place in taken and (place.is_file() or not place.exists()):  # a pipe takes several
+            message = f"is the file of {taken[place]} too; name another one"
+            problems.append(Problem(message, file=shown_path(path), key=option))
+        taken[place] = option
+    if problems:
+        raise InputError(problems)
+    for option, path in outputs.items():
+        if path is not None and option != "--bundle":
+            check_writable(path)
+
+
 def rendered(
     report: Report, lang: Lang, *, markdown: Path | None, html: Path | None, junit: Path | None
-) -> list[tuple[Path, bytes]]:
-    """The files that were asked for, with their content."""
+) -> list[tuple[Path, Callable[[], bytes]]]:
+    """The files that were asked for, with what makes their content."""
     from trtspec.verify import render
     from trtspec.verify.html import page
     from trtspec.verify.junit import junit as xml
 
     forms = ((markdown, render.markdown), (html, page), (junit, xml))
-    # Half of a surrogate pair out of a model's text is no UTF-8.
-    return [(path, form(report, lang).encode("utf-8", "replace")) for path, form in forms if path is not None]
+
+    def made(form: Callable[[Report, Lang], str]) -> bytes:
+        # Half of a surrogate pair out of a model's text is no UTF-8.
+        return form(report, lang).encode("utf-8", "replace")
+
+    return [(path, partial(made, form)) for path, form in forms if path is not None]
 
 
 @click.command()
@@ -83,20 +121,19 @@ def report(
         return _recheck(recheck, as_json)
     if report is None:
         raise InputError("name a REPORT")
-    from trtspec.user_files import check_writable, write_user_file
+    from trtspec.user_files import write_user_file
     from trtspec.verify import render
     from trtspec.verify.against import read_old, with_regressions
     from trtspec.verify.report import to_json
 
-    for path in (markdown, html, junit):
-        if path is not None:
-            check_writable(path)
+    outputs = {"--markdown": markdown, "--html": html, "--junit": junit}
+    check_outputs(outputs, {"REPORT": report, "--against": against})
     found = read_old(report)
     if against is not None:
         old = read_old(against, source_digest=found.source_digest)
         found = with_regressions(found, old, str(against))
     for path, content in rendered(found, lang, markdown=markdown, html=html, junit=junit):
-        write_user_file(path, content)
+        write_user_file(path, content())
     if as_json:
         print_json("report", {"report": to_json(found)})
     else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from trtspec.cli.output import FloatRange, Progress, Session, UserPath, print_json
-from trtspec.cli.report import form_options, rendered
+from trtspec.cli.output import FloatRange, Progress, Session, UserPath, print_json, print_warning
+from trtspec.cli.report import check_outputs, form_options, rendered
 from trtspec.cli.verify_help import Sectioned
 from trtspec.cli.verify_modes import (
     endpoint_draws,
@@ -19,8 +22,8 @@ from trtspec.cli.verify_modes import (
     mode_options,
     only_one_mode,
     print_plan,
+    refuse_stray,
     run_self_test,
-    write_json,
 )
 from trtspec.cli.verify_quality import QualityOptions, quality_options
 from trtspec.cli.verify_scan import plan_scan, with_scan
@@ -29,6 +32,7 @@ from trtspec.errors import InputError, Problem, TrtspecError
 
 if TYPE_CHECKING:
     from trtspec.verify.i18n import Lang
+    from trtspec.verify.report import Report
 
 _FILE = UserPath()
 
@@ -165,13 +169,14 @@ def verify(
         only_one_mode(engine, plan=plan, self_test=self_test, planning=planning)
     elif (outcomes, power) != (None, None) or (bias is not None and speed.url is None):
         raise InputError(Problem("--outcomes and --power belong to --plan, --bias to --plan or --url"))
+    refuse_stray(ctx, plan=plan, self_test=self_test, matrix=speed.matrix is not None)
     if plan:
         return print_plan(bias, outcomes, power, json_file)
     if self_test:
         return run_self_test(json_file)
     from trtspec.artifact import open_artifact
     from trtspec.folders import refuse_existing
-    from trtspec.user_files import check_writable, write_user_file
+    from trtspec.user_files import user_path, write_user_file
     from trtspec.verify import protocol, render, report
     from trtspec.verify.against import read_old, with_regressions
     from trtspec.verify.bundle import write_bundle
@@ -199,9 +204,24 @@ def verify(
     settings = speed.applied(quality.applied(settings), quick=quick)
     if sampled:
         settings = dataclasses.replace(settings, sampled_seconds=None)
-    for path in (output, markdown, html, junit):
-        if path is not None:
-            check_writable(path)
+    outputs = {
+        "-o": output,
+        "--markdown": markdown,
+        "--html": html,
+        "--junit": junit,
+        "--bundle": bundle,
+        "--json": None if json_file in (None, "-") else user_path(json_file),
+    }
+    reads = {
+        "ENGINE": engine,
+        "--baseline": other,
+        "--against": against,
+        "--prompts": prompts,
+        "--heldout": heldout,
+        "--matrix": speed.matrix,
+        "--gates": quality.gates,
+    }
+    check_outputs(outputs, reads | {f"--tasks {path}": path for path in quality.tasks})
     if bundle is not None:
         refuse_existing(bundle)
     if engine is None:
@@ -244,29 +264,50 @@ def verify(
                 result = with_scan(result, built, to_scan, settings, progress)
         if old is not None:
             result = with_regressions(result, old, str(against))
-    # The result is shown even where it cannot be written any more.
-    unwritten: TrtspecError | None = None
-    bundle_digest = ""
-    try:
-        if output is not None:
-            write_user_file(output, report.to_bytes(result))
-        for path, content in rendered(result, lang, markdown=markdown, html=html, junit=junit):
-            write_user_file(path, content)
+    # The result is shown even where it cannot be written any more, and what can be written is.
+    unwritten: list[TrtspecError] = []
+    digest: dict[str, str] = {}
+
+    def bundled() -> None:
         if bundle is not None:
-            bundle_digest = write_bundle(bundle, result)
-    except TrtspecError as error:
-        unwritten = error
-    if as_json and unwritten is None:
-        digest = {"bundle_sha256": bundle_digest} if bundle_digest else {}
+            digest["bundle_sha256"] = write_bundle(bundle, result)
+
+    def written(path: Path | None, content: Callable[[], bytes]) -> None:
+        if path is not None:
+            write_user_file(path, content())
+            kept.append(path)
+
+    kept: list[Path] = []
+    forms = rendered(result, lang, markdown=markdown, html=html, junit=junit)
+    for write in (
+        partial(written, output, partial(report.to_bytes, result)),
+        bundled,
+        *(partial(written, path, content) for path, content in forms),
+        partial(written, outputs["--json"], partial(_as_json, result)),
+    ):
+        try:
+            write()
+        except TrtspecError as error:
+            unwritten.append(error)
+    if as_json:
         print_json("verify", {"report": report.to_json(result), **digest})
-    elif not as_json:
-        if json_file is not None and unwritten is None:
-            write_json(json_file, {"schema": "trtspec.verify/1", "report": report.to_json(result)})
+        ctx.ensure_object(Session).json = False  # stdout has its one object
+    else:
         click.echo(render.terminal(result, lang=lang))
-        if bundle_digest:
-            click.echo(f"bundle: {bundle} (manifest sha256 {bundle_digest})")
-        if output is not None and unwritten is None:
+        if digest:
+            click.echo(f"bundle: {bundle} (manifest sha256 {digest['bundle_sha256']})")
+        if output in kept:
             click.echo(f"report: {output}")
-    if unwritten is not None:
-        raise unwritten
+    for error in unwritten[1:]:
+        print_warning(str(error))
+    if unwritten:
+        raise unwritten[0]
     return result.exit_code
+
+
+def _as_json(result: Report) -> bytes:
+    """The file of ``--json FILE``."""
+    from trtspec.verify.report import to_json
+
+    value = {"schema": "trtspec.verify/1", "report": to_json(result)}
+    return (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from trtspec.cli.output import Progress, Session, print_json
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_PASS, InputError, Problem
@@ -136,29 +137,55 @@ def print_plan(bias: float | None, outcomes: int | None, power: float | None, js
 
 def run_self_test(json_file: str | None) -> int:
     """Plant every fault; exit code 0 where all are caught and the simulated bias is found, else 1."""
-    from trtspec.user_files import check_writable
+    from trtspec.user_files import check_writable, user_path
     from trtspec.verify import faults
 
     if json_file not in (None, "-"):
-        check_writable(Path(str(json_file)))
+        check_writable(user_path(str(json_file)))
     with Progress(quiet=json_file == "-") as progress:
         found = faults.self_test(on_fault=lambda name, done, total: progress("self-test", done, total))
     value = faults.to_json(found)
     if json_file == "-":
         click.echo(json.dumps(value, indent=2, allow_nan=False))
     else:
+        click.echo("\n".join(faults.lines(found)))
         if json_file is not None:
             write_json(json_file, value)
-        click.echo("\n".join(faults.lines(found)))
     return EXIT_PASS if found.passed else EXIT_GATE_FAILED
 
 
 def write_json(json_file: str, value: dict[str, Any]) -> None:
     """``value`` to the file of ``--json FILE``."""
-    from trtspec.user_files import write_user_file
+    from trtspec.user_files import user_path, write_user_file
 
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    write_user_file(Path(json_file), (text + "\n").encode())
+    write_user_file(user_path(json_file), (text + "\n").encode())
+
+
+_WITH = {
+    "plan": ("bias", "outcomes", "power", "json_file", "lang"),
+    "self_test": ("json_file", "lang"),
+    "matrix": (
+        "matrix_dir", "heads", "draft", "quick", "output", "markdown", "html", "junit", "lang", "bundle",
+        "json_file",
+    ),
+}  # fmt: skip
+"""Parameters that a mode without an ENGINE heeds."""
+
+
+def refuse_stray(ctx: click.Context, **modes: bool) -> None:
+    """Raises InputError for options that the mode which is on (by its parameter) would pass over: who asks
+    for tasks or a comparison must not take a verdict without them for one with them."""
+    for mode, on in modes.items():
+        heeded = {mode, "engine", *_WITH[mode]}
+        stray = [
+            Problem(f"has no meaning with --{mode.replace('_', '-')}; leave it out", key=one.opts[-1])
+            for one in ctx.command.params
+            if one.name and one.name not in heeded
+            if ctx.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+        ]
+        if on and stray:
+            raise InputError(stray)
 
 
 def only_one_mode(engine: Path | None, *, plan: bool, self_test: bool, planning: bool) -> None:

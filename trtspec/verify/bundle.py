@@ -17,7 +17,7 @@ from typing import Any
 
 from trtspec.errors import InputError, Problem
 from trtspec.folders import new_folder
-from trtspec.user_files import parse_json, read_user_bytes, shown_path
+from trtspec.user_files import explain_os_error, parse_json, read_user_bytes, shown_path
 from trtspec.verify.records import Records
 from trtspec.verify.report import Report, plain, to_bytes
 from trtspec.verify.report_file import report_from
@@ -81,12 +81,17 @@ def write_bundle(folder: Path, report: Report) -> str:
             for name, content in files.items()
         },
     }
-    files[MANIFEST] = (json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    with new_folder(folder) as partial:
-        for name, content in files.items():
-            path = partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+    files[MANIFEST] = (
+        json.dumps(plain(manifest), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    ).encode()
+    try:
+        with new_folder(folder) as partial:
+            for name, content in files.items():
+                path = partial / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+    except OSError as error:  # a full disk tells no name
+        raise explain_os_error(error, folder) from None
     return hashlib.sha256(files[MANIFEST]).hexdigest()
 
 

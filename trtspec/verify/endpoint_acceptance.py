@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from trtspec.ruler import shared_start
@@ -28,6 +29,12 @@ from trtspec.verify.sanity import forced_acceptance, random_tokens
 Grown = Mapping[str, float] | None
 _LIKE = 0.05
 """Relative difference up to which events of a stream are taken for steps."""
+_ONE_SERVER = (
+    "url and baseline are one server and model: this shows its noise, and nothing of what drafts do; serve "
+    "the same weights without speculation beside it"
+)
+_FEWEST_AGAIN = 5
+"""Prompts that were asked again, for it to be seen that answers are kept."""
 _UNKNOWN: Interval = (-math.inf, math.inf)
 
 
@@ -177,12 +184,16 @@ def _by_position(counters: Mapping[str, float]) -> list[float]:
 def judge_plain_baseline(rows: Sequence[Row], counted: Grown) -> Check:
     """A baseline that speculates itself is none."""
     name = "baseline_without_speculation"
-    if counted is not None and counted["drafts"] <= 0 and counted.get("generated", 0) >= 0:
+    sent = sum(row["tokens"] or 0 for row in rows if row["side"] == "baseline")
+    # A page that stands still, or another replica's, says nothing of drafts; who else asked is no matter.
+    fell = counted is not None and any(value < 0 for value in counted.values())
+    lives = counted is not None and not fell and counted.get("generated", sent) >= 0.98 * sent
+    if counted is not None and lives and counted["drafts"] == 0:
         text = "the baseline's counters say that it drafts nothing"
         return Check(name, Verdict.MEASURED, text, required=False)
     found = length_of(rows, "baseline", counted)
     length = None if isinstance(found, str) or found.bound else found.value
-    if counted is not None and counted["drafts"] > 0 and length is None:
+    if counted is not None and not fell and counted["drafts"] > 0 and length is None:
         length = 1 + counted["accepted"] / counted["drafts"]  # whoever asked: it drafts
     if length is None:
         events = None if isinstance(found, str) else found
@@ -201,9 +212,10 @@ def judge_plain_baseline(rows: Sequence[Row], counted: Grown) -> Check:
 # --------------------------------------------------------------------------- can they be compared?
 
 
-def judge_comparable(rows: Sequence[Row], servers: Mapping[str, str]) -> Check:
-    """Whether what was measured can count: equal prompts on both sides, one kind of server, prompts of text,
-    acceptance that is not forced. ``servers``: what each says it is, ``vllm 0.32.0``."""
+def judge_comparable(rows: Sequence[Row], servers: Mapping[str, str], one_server: bool = False) -> Check:
+    """Whether what was measured can count: equal prompts on both sides, one kind of server, answers that
+    neither keeps from before, prompts of text, acceptance that is not forced. ``servers``: what each says it
+    is, ``vllm 0.32.0``; ``one_server``: both sides are one place and model."""
     problems, warnings = _unequal_prompts(rows), []
     mine, other = (servers.get(side, "") for side in ("url", "baseline"))
     families = [_family(one) for one in (mine, other)]
@@ -230,13 +242,16 @@ def judge_comparable(rows: Sequence[Row], servers: Mapping[str, str]) -> Check:
     looked += ["random prompts"] if prompts else []
     looked += ["forced acceptance"] if lively else []
     told = "; ".join(looked) or "nothing: neither server tells"
+    verdict, summary = Verdict.MEASURED, f"nothing speaks against it; seen: {told}"
+    if doubts := [*([_ONE_SERVER] if one_server else []), *_kept_answers(rows)]:
+        verdict, summary = Verdict.INCONCLUSIVE, "; ".join(doubts)
+    if problems:
+        verdict, summary = Verdict.ERROR, f"refused as evidence: {'; '.join(problems)}"
     return Check(
         "evidence",
-        Verdict.ERROR if problems else Verdict.MEASURED,
-        f"refused as evidence: {'; '.join(problems)}"
-        if problems
-        else f"nothing speaks against it; seen: {told}",
-        required=bool(problems),
+        verdict,
+        summary,
+        required=bool(problems or doubts),
         n=len({row["request_id"] for row in rows}),
         n_unit="prompts",
         how="what the servers say they are, tokens of prompts and of each event; see docs/endpoints.md",
@@ -274,6 +289,38 @@ def _unequal_prompts(rows: Sequence[Row]) -> list[str]:
         f"unequal baselines: {len(other)} prompts are other tokens on both sides ({other[0]}): another chat "
         "template, tokenizer or model"
     ]
+
+
+def _kept_answers(rows: Sequence[Row]) -> list[str]:
+    """One side that answers what it was asked before much faster, as the other does not: it keeps answers, or
+    what it made of them, and its speed is that of a memory."""
+    first, again = ({side: dict[str, float]() for side in ("url", "baseline")} for _ in range(2))
+    for row in rows:
+        if row["error"] or row["at"] == "timed":  # those prompts are asked once
+            continue
+        key, seconds, side = str(row["request_id"]), max(row["seconds"], 1e-6), row["side"]
+        if (row["at"], row["round"]) == ("alone", 0):
+            first[side].setdefault(key, seconds)
+        else:
+            again[side][key] = min(seconds, again[side].get(key, math.inf))
+    ratios = {
+        side: {key: first[side][key] / again[side][key] for key in first[side] if key in again[side]}
+        for side in first
+    }
+    both = [key for key in ratios["url"] if key in ratios["baseline"]]
+    if len(both) < _FEWEST_AGAIN:
+        return []
+    for mine, theirs in (("url", "baseline"), ("baseline", "url")):
+        faster = [key for key in both if ratios[mine][key] > 2 * max(1.0, ratios[theirs][key])]
+        if len(faster) < 0.9 * len(both):
+            continue
+        middle = {side: median(ratios[side][key] for key in both) for side in ratios}
+        return [
+            f"asked again, {mine} answers {middle[mine]:.1f} times as fast as at first, {theirs} "
+            f"{middle[theirs]:.1f} times: it keeps answers or prompts, or first had to warm up, and the "
+            "speedup is of that; turn it off on both, or ask once more"
+        ]
+    return []
 
 
 def _prompt_tokens(rows: Sequence[Row]) -> list[list[int]]:

@@ -141,10 +141,13 @@ def verify_endpoints(
             timed[side] = driven[side].timed
     else:
         crowd = min(settings.concurrency, len(chats))
-        for side in SIDES:
+        # url is held to the baseline twice, alone and here; so is the baseline to itself, if need be here.
+        for side, number in (("url", 0), ("baseline", 0), ("baseline", 1))[
+            : 3 if settings.rounds == 1 else 2
+        ]:
             progress = stage_of(on_progress, f"the same prompts, {crowd} at a time: {side}")
             replies = closed_loop(send[side], len(chats), crowd, progress)
-            rows += [reply_row(reply, side, "load", 0) for reply in replies]
+            rows += [reply_row(reply, side, "load", number) for reply in replies]
         for side, found in _under_load(senders(fresh), settings, load, on_progress).items():
             timed[side] = [replace(reply.timed, stretch=stretch) for stretch, reply in found]
             rows += [reply_row(reply, side, "timed", 0) for _, reply in found]
@@ -185,6 +188,7 @@ def verify_endpoints(
         counters={side: grown(*both) for side, both in counters.items()},
         acceptance=settings.acceptance or "strict",
         servers={side: one.server for side, one in endpoints.items()},
+        one_server=_place(url) == _place(baseline),
         other_weights=settings.other_weights,
         timed={side: timed_rows(found) for side, found in timed.items()},
         concurrency=None if settings.rate_per_s else settings.concurrency,
@@ -255,6 +259,12 @@ def _under_load(
         progress = stage_of(on_progress, f"load, {load}: {side}")
         found[side] = [(0, reply) for reply in open_loop(send[side], times, time.perf_counter, progress)]
     return found
+
+
+def _place(endpoint: Endpoint) -> tuple[str, int, str, str]:
+    host = endpoint.host.lower()
+    host = "localhost" if host in ("127.0.0.1", "::1") else host
+    return host, endpoint.port, endpoint.prefix, endpoint.model
 
 
 def _draws(settings: EndpointSettings) -> dict[str, Any]:
@@ -329,7 +339,7 @@ def _not_shown(quality: bool) -> list[Check]:
 
 def reply_row(reply: Reply, side: str, at: str, number: int) -> dict[str, Any]:
     """A reply as JSON values: ``at`` alone, load (the same prompts, several at a time) or timed (prompts of
-    the load's own), ``round`` of alone."""
+    the load's own), ``round`` of the first two."""
     return {
         "side": side,
         "at": at,

@@ -24,6 +24,8 @@ ALPHA, PARAMETERS_ALPHA = 0.4 * SUITE_ALPHA, 0.2 * SUITE_ALPHA
 by the table of sampling parameters."""
 _NO_TIE_NATS = 3.0
 """16-bit arithmetic with an 8-bit cache was seen to move scores by up to 0.9 nat."""
+_DOUBT = 0.05
+"""p-value of differences under load alone from which a server counts as identical: less is not decided."""
 SIDES = ("url", "baseline")
 
 
@@ -39,6 +41,7 @@ def judge_endpoints(
     acceptance: str = "strict",
     servers: Mapping[str, str] | None = None,
     other_weights: bool = False,
+    one_server: bool = False,
     timed: Mapping[str, Sequence[Row]] | None = None,
     concurrency: int | None = None,
     min_tokens_per_s: float | None = None,
@@ -49,7 +52,8 @@ def judge_endpoints(
     (16-bit ones, say), so that neither identity is claimed nor tokens a step bound the speedup.
     ``counters``: by how much vLLM's draft counters grew on each side, None where it shows none.
     ``margins``: of prompts with other answers the baseline's tokens and the gap between its two best,
-    ``request_id, token, nats`` a row. ``servers``: what each side says it is. ``timed``: requests of each
+    ``request_id, token, nats`` a row. ``servers``: what each side says it is; ``one_server``: both are one
+    place and model. ``timed``: requests of each
     side's load, in ``concurrency`` at a time (None: at a rate)."""
     gates = {"min_tokens_per_s": min_tokens_per_s, "min_speedup_under_load": min_speedup_under_load}
     records = Records(
@@ -63,6 +67,7 @@ def judge_endpoints(
             "acceptance": acceptance,
             "servers": servers,
             "other_weights": other_weights,
+            "one_server": one_server,
             "concurrency": concurrency,
             **gates,
         },
@@ -77,7 +82,7 @@ def judge_endpoints(
     checks = [
         _claimed(_identity(rows, margins), acceptance, other_weights),
         _counter(rows, max_new_tokens),
-        judge_comparable(rows, servers or {}),
+        judge_comparable(rows, servers or {}, one_server),
         skipped("baseline_without_speculation", "the baseline serves other weights: its speed is its own")
         if other_weights
         else judge_plain_baseline(rows, counters.get("baseline")),
@@ -112,9 +117,22 @@ def answers_of(rows: Sequence[Row], side: str, at: str, number: int = 0) -> dict
 
 
 def same_answer(left: Row, right: Row) -> bool:
-    if left["token_ids"] is not None and right["token_ids"] is not None:
-        return bool(left["token_ids"] == right["token_ids"])
-    return bool(left["text"] == right["text"])
+    """By token ids where both show them."""
+    same = _same_ids(left, right)
+    return bool(left["text"] == right["text"]) if same is None else same and not _contradict(left, right)
+
+
+def _same_ids(left: Row, right: Row) -> bool | None:
+    """None where one side shows none."""
+    ids = left["token_ids"], right["token_ids"]
+    return None if None in ids else bool(ids[0] == ids[1])
+
+
+def _contradict(left: Row, right: Row) -> bool:
+    """Whether the same ids come with other texts: those of one side are not its answer's. A character that
+    the token limit cuts may end one text and not the other."""
+    texts = [row["text"].rstrip("\ufffd") for row in (left, right)]
+    return bool(_same_ids(left, right)) and texts[0] != texts[1]
 
 
 def _margin_at(row: Row, whole: Row, margins: Sequence[Row]) -> float | None:
@@ -142,56 +160,77 @@ def _parting(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
+def _good(row: Row | None) -> list[Row]:
+    return [] if row is None or row["error"] else [row]
+
+
 def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     name = "lossless"
     reference, other = answers_of(rows, "baseline", "alone"), answers_of(rows, "url", "alone")
     failed = [row for row in rows if row["error"]]
+    answered = [key for key in reference if _good(reference[key]) and _good(other.get(key))]
+    # Where both say nothing there is nothing to compare: a refusal, or content that this client cannot read.
     known = [
-        key for key in reference if key in other and not (reference[key]["error"] or other[key]["error"])
+        key
+        for key in answered
+        if any(one[key]["text"] or one[key]["token_ids"] for one in (reference, other))
     ]
     how = (
-        "greedy answers of both endpoints to the same prompts, one at a time; noise floor: prompts to which "
-        "the baseline answers otherwise when asked again or under load; exact one-sided McNemar test"
+        "greedy answers of both endpoints to the same prompts, one and several at a time; noise floor: "
+        "prompts to which the baseline answers otherwise when asked again or under load; exact one-sided "
+        "McNemar test"
     )
     if not known or all(not reference[key]["text"] for key in known):
         reason = f"no answers to compare: {failed[0]['error']}" if failed else "every answer is empty"
         return Check(name, Verdict.ERROR, reason, required=True, how=how)
     again = [answers_of(rows, "baseline", "alone", number) for number in range(1, _rounds(rows))]
-    again.append(answers_of(rows, "baseline", "load"))
-    noisy = {
-        key
+    again += [answers_of(rows, "baseline", "load", number) for number in (0, 1)]
+    floor_runs = {key: [row for run in again for row in _good(run.get(key))] for key in known}
+    loaded = answers_of(rows, "url", "load")
+    # As often as the baseline may differ from itself, and no more often: else noise would count twice.
+    under_load = {
+        key: row
         for key in known
-        for run in again
-        if key in run and not run[key]["error"] and not same_answer(run[key], reference[key])
+        for row in _good(loaded.get(key))
+        if len(floor_runs[key]) > 1 and not same_answer(row, reference[key])
+    }
+    noisy = {
+        key for key, found in floor_runs.items() if any(not same_answer(row, reference[key]) for row in found)
     }
     different = [key for key in known if not same_answer(reference[key], other[key])]
-    mine_only, floor_only = len(set(different) - noisy), len(noisy - set(different))
-    chance = _by_chance(mine_only, floor_only)
-    by_ids = all(
-        reference[key]["token_ids"] is not None and other[key]["token_ids"] is not None for key in known
-    )
+    late = [key for key in under_load if key not in different]
+    mine = {*different, *late}
+    chance = _by_chance(len(mine - noisy), len(noisy - mine))
+    contradicted = [
+        f"{key}: {reference[key]['text'][:40]!r} and {row['text'][:40]!r}"
+        for key in known
+        for row in (other[key], *_good(loaded.get(key)), *floor_runs[key])
+        if _contradict(row, reference[key])
+    ]
+    by_ids = all(_same_ids(reference[key], other[key]) is not None for key in known)
     what = "token by token" if by_ids else "by their text (a server shows no token ids)"
     early = [key for key in different if _is_cut(other[key], reference[key])]
-    loaded = answers_of(rows, "url", "load")
-    under_load = [
-        key
-        for key in known
-        if key in loaded and not loaded[key]["error"] and not same_answer(loaded[key], other[key])
-    ]
     gaps = {key: _margin_at(other[key], reference[key], margins) for key in different}
+    late_gaps = {key: _margin_at(row, reference[key], margins) for key, row in under_load.items()}
     floor_gaps = [
         gap
-        for run in again
-        for key in known
-        if key in run and not run[key]["error"] and not same_answer(run[key], reference[key])
-        if (gap := _margin_at(run[key], reference[key], margins)) is not None
+        for key, found in floor_runs.items()
+        for row in found
+        if not same_answer(row, reference[key])
+        if (gap := _margin_at(row, reference[key], margins)) is not None
     ]
     details = [_told(key, reference[key], other[key], gaps[key]) for key in different[:10]]
+    details += [
+        f"under load: {_told(key, reference[key], under_load[key], late_gaps[key])}"
+        for key in late[: 10 - len(details)]
+    ]
     known_gaps = [gap for gap in gaps.values() if gap is not None]
-    wide = [gap for gap in known_gaps if gap > _NO_TIE_NATS]
-    warnings = (
-        () if not failed else (f"{len(failed)} requests failed, {failed[0]['side']}: {failed[0]['error']}",)
-    )
+    # Where the baseline itself leaves its best token as far behind, that is no sign of the other.
+    least = max(_NO_TIE_NATS, max(floor_gaps, default=0.0))
+    wide = [gap for gap in (*gaps.values(), *late_gaps.values()) if gap is not None and gap > least]
+    warnings = [f"{len(failed)} requests failed, {failed[0]['side']}: {failed[0]['error']}"] if failed else []
+    if len(known) < len(answered):
+        warnings.append(f"{len(answered) - len(known)} prompts left out: both answers are empty")
     unasked = [row for row in failed if row["at"] == "alone"]
     bound = rate_upper_bound(len(different), len(known))
     evidence = {
@@ -207,42 +246,58 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
         "floor_margins_nats": floor_gaps,
     }
     floor = f"the baseline differs from itself on {len(noisy)}"
-    if not different:
-        verdict = Verdict.PASS
-        summary = f"identical on {len(known)} prompts {what}; mismatch rate below {bound:.1%} (95 %); {floor}"
+    loads = f"; under load {len(late)} more differ" if late else ""
+    differ = f"{len(different)} of {len(known)} answers differ {what}"
+    more = f"ask more prompts ({max(2 * len(known), 7)})"
+    if contradicted:
+        verdict = Verdict.ERROR
+        summary = (
+            f"the same token ids stand for other texts in {len(contradicted)} answers: they are not those of "
+            f"the answers, or one server does not spell as the other ({contradicted[0]})"
+        )
     elif wide:
         verdict = Verdict.FAIL
         summary = (
-            f"{len(different)} of {len(known)} answers differ {what}, {len(wide)} where the baseline's "
-            f"best token leads by up to {max(wide):.1f} nat: no rounding does that; {floor}"
+            f"{differ}, {len(wide)} where the baseline's "
+            f"best token leads by up to {max(wide):.1f} nat: no rounding does that; {floor}{loads}"
         )
     elif (
-        chance >= ALPHA
+        different
+        and chance >= ALPHA
         and len(known_gaps) == len(different)
-        and max(known_gaps) <= max(floor_gaps, default=-1.0)
+        and max(known_gaps) <= min(max(floor_gaps, default=-1.0), _NO_TIE_NATS)
     ):
         verdict = Verdict.PASS
         summary = (
-            f"numeric ties only: {len(different)} of {len(known)} answers differ {what}, where the two "
+            f"numeric ties only: {differ}, where the two "
             f"best tokens are at most {max(known_gaps):.2g} nat apart; {floor}, up to "
-            f"{max(floor_gaps):.2g} nat apart"
+            f"{max(floor_gaps):.2g} nat apart{loads}"
         )
     elif chance < ALPHA or len(early) >= max(3, len(different) / 2):
         verdict = Verdict.FAIL
-        summary = f"{len(different)} of {len(known)} answers differ {what}; {floor}"
+        summary = f"{differ}; {floor}{loads}"
         summary += f"; by chance: {chance:.2g}" if chance < ALPHA else ""
-        if early:
-            summary += f"; {len(early)} end early"
+        summary += f"; {len(early)} end early" if early else ""
+    elif not different and chance >= _DOUBT:
+        verdict = Verdict.PASS
+        rate = f"mismatch rate below {bound:.1%} (95 %)"
+        summary = f"identical on {len(known)} prompts {what}; {rate}; {floor}{loads}"
+        if len({reference[key]["text"] for key in known}) == 1 < len(known):
+            verdict = Verdict.INCONCLUSIVE
+            summary = (
+                f"all {len(known)} prompts get one and the same answer, which shows no more than one prompt "
+                "does; ask others, or look what serves there"
+            )
+    elif not different:
+        verdict = Verdict.INCONCLUSIVE
+        summary = f"identical on {len(known)} prompts {what}; {floor}{loads}; by chance: {chance:.2g}; {more}"
     else:
         verdict = Verdict.INCONCLUSIVE
         why = "Without logits a near tie looks like a fault"
         if len(known_gaps) == len(different):
             own = f"part at up to {max(floor_gaps):.2g} nat" if floor_gaps else "did not part"
             why = f"They part at margins of up to {max(known_gaps):.2g} nat; the baseline's own answers {own}"
-        summary = (
-            f"{len(different)} of {len(known)} answers differ {what}; {floor}. {why}; "
-            f"ask more prompts ({max(2 * len(known), 7)}), or verify the engine's folder"
-        )
+        summary = f"{differ}; {floor}{loads}. {why}; {more}, or verify the engine's folder"
     if unasked and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
         summary = (
@@ -257,7 +312,7 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
         n=len(known),
         n_unit="prompts",
         how=how,
-        warnings=warnings,
+        warnings=tuple(warnings),
         evidence=evidence,
         details=tuple(details),
     )
@@ -270,7 +325,7 @@ def _by_chance(mine: int, floor: int) -> float:
 
 
 def _rounds(rows: Sequence[Row]) -> int:
-    return 1 + max((row["round"] for row in rows), default=0)
+    return 1 + max((row["round"] for row in rows if row["at"] == "alone"), default=0)
 
 
 def _is_cut(row: Row, whole: Row) -> bool:

@@ -37,7 +37,7 @@ from trtspec.verify.lossless import Identity, check_lossless, requests_for
 from trtspec.verify.matrix_load import check_loads, load_settings, plan_loads
 from trtspec.verify.pair import Pair, asked_gates
 from trtspec.verify.prediction import check_prediction, time_steps
-from trtspec.verify.provenance import report_of
+from trtspec.verify.provenance import report_of, settings_record
 from trtspec.verify.quality import check_quality
 from trtspec.verify.report import Report
 from trtspec.verify.sampled_run import sampled_checks
@@ -100,8 +100,9 @@ def verify(
         most = min(longest_sequence, settings.retrieval_tokens or longest_sequence)
         settings = replace(settings, retrieval_tokens=most)
     prompts = prompts_asked(tokenizer, settings, longest_prompt)
+    recorded = settings_record(settings, prompts)
     finished = partial(
-        report_of, as_built, settings, prompts, argv=argv, began=began, created=created, pair=pair
+        report_of, as_built, settings, prompts, recorded, argv=argv, began=began, created=created, pair=pair
     )
     if is_for_gpu(recipe):
         say("loading with TensorRT-LLM, one variant after another")

@@ -101,13 +101,16 @@ def pitfalls(report: Report) -> tuple[Pitfall, ...]:
 
 
 def plain(value: Any) -> Any:
-    """JSON values of what a dataclass holds; numbers that are not finite become None."""
+    """JSON values of what a dataclass holds; numbers that are not finite become None, bytes of a path that
+    are no UTF-8 (``\\udcff``, as Python reads them) the text of their escape."""
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+        return {plain(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
         return [plain(item) for item in value]
     return value

@@ -10,6 +10,9 @@ came before it,
 * *surprisal*: -ln p(token) less the law's entropy has mean zero and a known variance, and the sums over
   tokens are a martingale.
 
+Both hold too for the tokens of steps that drafted, which are looked at by themselves: a fault of acceptance
+is theirs alone.
+
 So every generated token is evidence, and no answer need be drawn twice. Ranking by probability makes what a
 wrong acceptance does (too many drafted tokens, too few of others) a change of U's law instead of letting
 it average out over token ids. No stop token ends an answer: the number of draws is fixed beforehand.
@@ -42,6 +45,9 @@ Array = NDArray[np.float64]
 CELLS = 10
 """Equal cells of the chi-square test of U; a planned bias is one of these ten probabilities."""
 LAGS = 4
+_FEWEST_TOUCHED = 10 * CELLS
+"""Tokens that a draft had a part in, of which the tests of these alone are made."""
+_FEWEST_WHOLE = 20
 _SEED = 20260611
 _TRUNCATED = (0.7, 40, 0.95)
 """Temperature, top-k and top-p of every second request."""
@@ -66,6 +72,9 @@ class Drawn:
     entropies: tuple[float, ...]
     variances: tuple[float, ...]
     above: tuple[float, ...]
+    drafted: tuple[bool, ...] = ()
+    """Whether a draft had a part in the token: its step drafted. Known before it is drawn, so those tokens
+    alone follow their laws too."""
 
 
 def law_requests(
@@ -111,10 +120,28 @@ def score_drawn(
                     tuple(round(value, _DIGITS) for value in column)
                     for column in (scores.entropies, scores.variances, scores.above)
                 ),
+                tuple(flag for flag, count in _steps(answer) for _ in range(count)),
             )
         )
         on_answer()
     return found
+
+
+def _steps(answer: Answer) -> list[tuple[bool, int]]:
+    """Whether each step drafted, and the tokens that it emitted."""
+    return [
+        (drafted > 0, emitted)
+        for drafted, emitted in zip(answer.drafted_by_step, answer.emitted, strict=False)
+    ]
+
+
+def kept_whole(answers: Sequence[Answer], draft_limit: int | None) -> int:
+    """Steps that accepted as many tokens as were drafted, or as can be: the *bonus* token follows."""
+    return sum(
+        drafted > 0 and emitted > min(drafted, drafted if draft_limit is None else draft_limit)
+        for answer in answers
+        for drafted, emitted in zip(answer.drafted_by_step, answer.emitted, strict=False)
+    )
 
 
 # --------------------------------------------------------------------------- the tests
@@ -131,6 +158,8 @@ class Tests:
     """Tokens that top-k or top-p exclude; left out of everything else."""
     excess_nats: float
     error_nats: float
+    touched: int = 0
+    """Tokens that a draft had a part in, of those that are not outside."""
 
 
 def transformed(drawn: Sequence[Drawn], stream: int) -> list[Array]:
@@ -173,7 +202,29 @@ def run_tests(drawn: Sequence[Drawn], stream: int) -> Tests:
         "surprisal less entropy": float(2 * stats.norm.sf(abs(score))),
     }
     mean, error = excess / len(kept), math.sqrt(spread) / len(kept)
-    return Tests(p_values, total, total - len(kept), mean, error)
+    flags = [
+        flag
+        for one in drawn
+        for flag, value in zip(_flags(one), one.logprobs, strict=True)
+        if value is not None
+    ]
+    touched = sum(flags)
+    if touched >= _FEWEST_TOUCHED:
+        # A fault of acceptance is theirs alone, and among all tokens it may drown.
+        mine = [pair for pair, flag in zip(kept, flags, strict=True) if flag]
+        excess, spread = math.fsum(one[0] for one in mine), math.fsum(one[1] for one in mine)
+        score = excess / math.sqrt(spread) if spread > 0 else (0.0 if abs(excess) < 1e-6 else math.inf)
+        counts = np.histogram(u[np.array(flags)], bins=CELLS, range=(0.0, 1.0))[0]
+        p_values |= {
+            f"uniform where drafted (chi-square, {CELLS} cells)": float(stats.chisquare(counts).pvalue),
+            "surprisal less entropy where drafted": float(2 * stats.norm.sf(abs(score))),
+        }
+    return Tests(p_values, total, total - len(kept), mean, error, touched)
+
+
+def _flags(one: Drawn) -> Sequence[bool]:
+    """Which tokens a draft had a part in; none where the engine's books do not say it of each."""
+    return one.drafted if len(one.drafted) == len(one.tokens) else (False,) * len(one.tokens)
 
 
 def _lagged(normal: Sequence[Array], stats: Any) -> float:
@@ -246,6 +297,7 @@ def check_sampled(
         bias=bias,
         dtype=dtype,
         required=required,
+        whole=kept_whole(mine, draft_limit),
     )
 
 
@@ -262,9 +314,10 @@ def judge_sampled(
     dtype: str,
     required: bool,
     alpha: float = SUITE_ALPHA,
+    whole: int | None = None,
 ) -> Check:
     """The verdict over two runs as they stand in a report (fields of :class:`Drawn`); ``evidence["raw"]`` of
-    the Check is all these arguments.
+    the Check is all these arguments. ``whole``: see :func:`kept_whole`.
 
     FAIL: a test rejects in a family whose chance of any false alarm is ``alpha``. PASS needs enough tokens to
     find a ``bias`` (w^2 of U over ten equal cells) with power 0.99 too; INCONCLUSIVE says how many those are.
@@ -340,6 +393,21 @@ def judge_sampled(
     warnings: tuple[str, ...] = ()
     if drafted and not accepted:
         warnings = (f"none of {drafted} drafted tokens was accepted: only refusing was exercised",)
+    elif drafted and whole is not None and whole < _FEWEST_WHOLE:
+        warnings = (
+            f"only {whole} drafts were kept whole: a fault of the token after such a draft would not be seen",
+        )
+    details: tuple[str, ...] = ()
+    if mine.touched and share:
+        seen = least_bias(mine.touched, CELLS, alpha=share)
+        details = (
+            f"a draft had a part in {mine.touched} of {mine.tokens} tokens; of these alone a bias of "
+            f"w^2 = {seen:.2g} would be found",
+        )
+        if mine.touched < _FEWEST_TOUCHED:
+            details = (
+                f"a draft had a part in {mine.touched} of {mine.tokens} tokens, too few to test them alone",
+            )
     return Check(
         "sampled",
         verdict,
@@ -354,12 +422,12 @@ def judge_sampled(
             f"half of the answers at the temperature asked for, half at {_TRUNCATED[0]:g} with top-k "
             f"{_TRUNCATED[1]} and top-p {_TRUNCATED[2]:g}, no stop tokens; scored in one pass without "
             "drafts; "
-            "randomized PIT uniform and independent, surprisal less entropy zero; as many tokens without "
-            "drafts as "
+            "randomized PIT uniform and independent, surprisal less entropy zero, of all tokens and of those "
+            "that a draft had a part in; as many tokens without drafts as "
             f"A/A control; {len(p_values)} tests, Holm, {alpha:g} for all together"
         ),
         warnings=warnings,
-        details=(told_bias(found_bias),) if math.isfinite(found_bias) else (),
+        details=(*details, told_bias(found_bias)) if math.isfinite(found_bias) else details,
         evidence={
             "p_values": {f"{name}: {test}": p for (name, test), p in p_values.items()},
             "rejected": [f"{name}: {test}" for name, test in rejected],
