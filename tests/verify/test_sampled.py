@@ -196,7 +196,7 @@ def test_a_fault_where_drafts_had_a_part_does_not_drown_among_the_other_tokens()
     assert drowned >= 10
     assert alarms <= 1
     few = touched(good, good, 24)
-    assert judged(few, control).details == (
+    assert judged(few, control).details[:1] == (
         "a draft had a part in 52 of 1248 tokens, too few to test them alone",
     )
 
