@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
+from trtspec.embedded import engine as embedded_engine
 from trtspec.embedded import specimen
 from trtspec.engine import Request, Sampling
 from trtspec.prompts import Prompt
@@ -114,6 +115,23 @@ def test_what_is_ignored_is_told(ignored, change):
     rows = {row["parameter"]: row["honoured"] for row in check.evidence["raw"]["table"]}
     assert rows[ignored] is False
     assert f"{ignored}: IGNORED" in "\n".join(check.details)
+
+
+def test_a_stop_token_inside_a_kept_draft_is_looked_for(monkeypatch):
+    """An engine that looks for it only at the end of a step runs past it."""
+    obeyed = table(lambda request: request)
+    assert "inside a draft that is kept" in "\n".join(obeyed.details)
+
+    def at_the_end(emitted, stop_tokens, num_remaining):
+        new = emitted[:num_remaining]
+        if len(new) == len(emitted) and new[-1] in stop_tokens:
+            return new, "stop"
+        return new, "length" if len(new) == num_remaining else None
+
+    monkeypatch.setattr(embedded_engine, "_cut", at_the_end)
+    check = table(lambda request: request)
+    assert check.verdict is Verdict.FAIL
+    assert "stop: IGNORED" in "\n".join(check.details)
 
 
 def test_what_is_not_told_is_no_pass():

@@ -303,7 +303,9 @@ _OPTIONS = (
         "--concurrency", type=click.IntRange(1), help="Requests in flight.  [default: 8, or max_batch_size]"
     ),
     click.option(
-        "--rate", type=_POSITIVE, help="Requests a second with Poisson arrivals, instead of --concurrency."
+        "--rate",
+        type=FloatRange(0.001, 1_000_000),
+        help="Requests a second with Poisson arrivals, instead of --concurrency.",
     ),
     click.option(
         "--draft-tokens", type=click.IntRange(1), help="The most that its steps draft, if you know it."
@@ -339,7 +341,11 @@ _OPTIONS = (
         default=None,
         help="Ask which sampling parameters both honour.  [default: yes]",
     ),
-    click.option("--timeout", type=_POSITIVE, help="Seconds that an endpoint may be silent.  [default: 60]"),
+    click.option(
+        "--timeout",
+        type=FloatRange(0, 86_400, min_open=True),
+        help="Seconds that an endpoint may be silent.  [default: 60]",
+    ),
     click.option(
         "--latency",
         is_flag=True,

@@ -45,7 +45,7 @@ _PILOT_ANSWERS = 4
 _DRAFTED_AN_ANSWER = 0.25
 """Fewer drafted tokens an answer test what is sampled without drafts."""
 _PRIME = 2**31 - 1
-_PILOT = len(STREAMS)
+_PILOT, _MOST_PILOTS = len(STREAMS), 256
 _SIDES = ("baseline", "url", "baseline")
 """Who is asked for each stream."""
 _PIECES = re.compile(r"\s*[A-Za-z0-9_]+|\s*\S|\s+")
@@ -220,7 +220,8 @@ def drafts_by_prompt(rows: Sequence[Row]) -> dict[str, float]:
 
 def _pace(draws: _Draws) -> float:
     """Seconds an answer takes, ``concurrency`` at a time: a third of them of url. None of these is judged."""
-    places = [(_PILOT, number % len(draws.chats), number) for number in range(draws.concurrency)]
+    count = min(draws.concurrency, _MOST_PILOTS)
+    places = [(_PILOT, number % len(draws.chats), number) for number in range(count)]
     seconds = {}
     for side in draws.endpoints:
         began = time.perf_counter()

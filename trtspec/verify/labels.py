@@ -260,20 +260,36 @@ def _seed(probes: _Probes, dtype: str) -> Obeyed:
 
 
 def _stop(probes: _Probes) -> Obeyed:
-    prompt = probes.prompts[:1]
-    free = probes.ask(Sampling(), prompts=prompt)[0].tokens
-    if len(free) < 2:
+    every = probes.ask(Sampling())
+    answer, place = next(
+        ((one, place) for one in every if (place := _inside(one)) is not None), (every[0], None)
+    )
+    prompt = [one for one in probes.prompts if one.id == answer.request_id][:1]
+    if len(answer.tokens) < 2:
         return Obeyed("stop", None, "the answer was too short to stop")
-    token = free[len(free) // 2]
-    first = free.index(token)
-    answer = probes.ask(Sampling(), prompts=prompt, stop=frozenset({token}))[0]
-    given = f"{len(answer.tokens)} tokens ({answer.finish_reason})"
-    found = f"stop token expected as token {first + 1}, the answer has {given}"
-    if token not in answer.tokens:
+    token = answer.tokens[len(answer.tokens) // 2 if place is None else place]
+    first = answer.tokens.index(token)
+    where = "" if place is None else ", inside a draft that is kept"
+    stopped = probes.ask(Sampling(), prompts=prompt, stop=frozenset({token}))[0]
+    given = f"{len(stopped.tokens)} tokens ({stopped.finish_reason})"
+    found = f"stop token expected as token {first + 1}{where}, the answer has {given}"
+    if token not in stopped.tokens:
         # Rounding may have led elsewhere; an answer that is cut short all the same was not.
-        return Obeyed("stop", None if len(answer.tokens) == _TOKENS else False, found)
-    ended = answer.tokens.index(token) == len(answer.tokens) - 1 and answer.finish_reason == "stop"
+        return Obeyed("stop", None if len(stopped.tokens) == _TOKENS else False, found)
+    ended = stopped.tokens.index(token) == len(stopped.tokens) - 1 and stopped.finish_reason == "stop"
     return Obeyed("stop", ended, found)
+
+
+def _inside(answer: Answer) -> int | None:
+    """The place of a token that is new in ``answer`` and was a draft that others of its step came after: a
+    stop token there must end the answer, and the rest of the draft is void."""
+    at = 0
+    for emitted in answer.emitted:
+        for place in range(at, at + emitted - 1):
+            if place > 0 and answer.tokens.index(answer.tokens[place]) == place:
+                return place
+        at += emitted
+    return None
 
 
 def _limit(probes: _Probes) -> Obeyed:

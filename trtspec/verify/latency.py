@@ -208,14 +208,16 @@ def rates(records: Sequence[Timed], objectives: Objectives, *, concurrency: int 
         counts = [one.tokens for one in kept if not one.error]
     total = None if None in counts else sum(count for count in counts if count is not None)
     met = sum(objectives.met(record) for record in kept)
+    # No time at all passes where requests are given up before they are sent.
+    per_s = 1 / duration if duration > 0 else 0.0
     return Rates(
         len(kept),
         sum(bool(record.error) for record in kept),
         duration,
-        len(ended) / duration,
-        sum(not record.error for record in ended) / duration,
-        None if total is None else total / duration,
-        sum(objectives.met(record) for record in ended) / duration,
+        len(ended) * per_s,
+        sum(not record.error for record in ended) * per_s,
+        None if total is None else total * per_s,
+        sum(objectives.met(record) for record in ended) * per_s,
         met / len(kept),
         rate_interval(met, len(kept)),
     )
