@@ -66,7 +66,7 @@ GATES = Gates(max_task_loss=MARGIN, max_perplexity_ratio=1.1, max_retrieval_loss
 def test_equal_servers_pass_and_a_loss_of_twice_the_margin_fails(tmp_path):
     tasks = write_tasks(tmp_path)
     quick = {"step_s": 0.0, "scores": True}
-    report, checks = judged(Fake(**quick), Fake(**quick), tasks, GATES)
+    report, checks = judged(Fake(per_step=2, **quick), Fake(**quick), tasks, GATES)
     names = ("quality", "task:words", "task:choices", "retrieval")
     assert {name: checks[name].verdict for name in names} == dict.fromkeys(names, Verdict.PASS)
     assert checks["degenerate_text"].verdict is Verdict.MEASURED

@@ -14,6 +14,7 @@ from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.bundle import write_bundle
 from trtspec.verify.endpoint import connect
 from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
+from trtspec.verify.endpoint_verdict import judge_endpoints
 from trtspec.verify.gates import Verdict
 from trtspec.verify.load_prompts import stream_of_chats
 from trtspec.verify.recheck import recheck
@@ -126,7 +127,7 @@ def test_margins_of_the_baseline_tell_ties_from_faults():
     assert "top-2 margin 0.01" in report.checks[0].details[0]
     # Ties that the baseline takes otherwise too, when it is asked under load.
     noisy = {"noise": True, "margin": 0.01, "step_s": 0.004}
-    _, checks = judged(Fake(alone_too=True, **noisy), Fake(**noisy))
+    _, checks = judged(Fake(per_step=2, alone_too=True, **noisy), Fake(**noisy))
     assert checks["lossless"].verdict is Verdict.PASS
     assert "numeric ties only" in checks["lossless"].summary
 
@@ -236,18 +237,72 @@ def test_throughput_under_load_is_measured_in_turn_gated_and_judged_again(tmp_pa
 
 def test_no_prompt_of_the_load_is_in_a_prefix_cache():
     chats = load_chats(PROMPTS_FILE, limit=3)
-    fresh = stream_of_chats(chats, 9)
+    fresh = stream_of_chats(chats, 9, "a1")
     assert [chat.id for chat in fresh] == [chat.id for chat in chats] * 3
     texts = [chat.text for chat in fresh]
-    assert len({text[:5] for text in texts}) == 9  # none shares its beginning with another
+    assert len({text[:7] for text in texts}) == 9  # none shares its beginning with another
     assert all(text.endswith(chat.text) for text, chat in zip(texts, chats * 3, strict=True))
     system = Chat("a", ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
-    (one,) = stream_of_chats([system], 1)
+    (one,) = stream_of_chats([system], 1, "a1")
     assert one.messages[0] == system.messages[0]  # servers share it, and so does the load
-    assert one.messages[1]["content"] == "[1] Hi"
+    assert one.messages[1]["content"] == "[a1-1] Hi"
+    assert stream_of_chats(chats, 1, "a1") != stream_of_chats(
+        chats, 1, "b2"
+    )  # nor is it in that of another run
     sides = Fake(counters=True), Fake(counters=True)
     _, checks = judged(*sides, EndpointSettings(**{**vars(SMALL), "rounds": 1}))
     replies = checks["lossless"].records.tables["replies"]
     alone = {row["request_id"]: row["text"] for row in replies if row["at"] == "alone"}
     assert all(row["text"] == alone[row["request_id"]] for row in replies if row["at"] == "load")
     assert all(row["text"] != alone[row["request_id"]] for row in replies if row["at"] == "timed")
+
+
+def test_equal_answers_of_a_server_that_drafts_nothing_show_nothing_of_speculation():
+    report, checks = judged(Fake(counters=True), Fake(counters=True))
+    assert checks["lossless"].verdict is Verdict.INCONCLUSIVE
+    assert "is it turned on there?" in checks["lossless"].summary
+    assert report.exit_code == 4
+    _, checks = judged(Fake(per_step=2, counters=True), Fake(counters=True))
+    assert checks["lossless"].verdict is Verdict.PASS
+
+
+def test_margins_far_wider_than_the_baselines_own_are_no_ties():
+    few = EndpointSettings(**{**vars(SMALL), "rounds": 1})
+
+    def rows(own: int) -> list[dict]:
+        """Eight prompts: url answers all of them otherwise, the baseline ``own`` of them when asked again."""
+        told = {"round": 0, "seconds": 1.0, "tokens": 1, "error": "", "finish_reason": "length", "pieces": 1}
+        told |= dict.fromkeys(
+            ("drafted", "accepted", "tokens_per_step", "emitted", "prompt_tokens", "prompt_token_ids")
+        )
+        return [
+            {
+                **told,
+                "side": side,
+                "at": at,
+                "request_id": f"p{number}",
+                "text": "ab"[token],
+                "token_ids": [token],
+            }
+            for number in range(8)
+            for side, at, token in (
+                *(("url", at, 1) for at in ("alone", "load")),
+                ("baseline", "alone", 0),
+                ("baseline", "load", int(number < own)),
+            )
+        ]
+
+    def check(own: int, url: float, floor: float):
+        margins = [
+            {"request_id": f"p{number}", "token": 0, "at": 0, "nats": floor if number < own else url}
+            for number in range(8)
+        ]
+        return judge_endpoints(
+            rows(own), margins=margins, load="", max_new_tokens=few.max_new_tokens, draft_tokens=None,
+            min_speedup=None, counters={},
+        )[0]  # fmt: skip
+
+    assert check(4, 2.0, 0.1).verdict is Verdict.FAIL
+    assert "no rounding does that" in check(4, 2.0, 0.1).summary
+    assert check(4, 0.3, 0.1).verdict is Verdict.INCONCLUSIVE  # wider, but as rounding can be
+    assert check(1, 2.0, 0.1).verdict is Verdict.INCONCLUSIVE  # one place tells little of the floor's width

@@ -147,7 +147,7 @@ def verify(
     """
     # Before torch is loaded: two spinning OpenMP threads on a busy machine cost a factor of 15.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if engine is None and not plan and not self_test and json_file not in (None, "-"):
+    if engine is None and not (plan or self_test or speed.alone) and json_file not in (None, "-"):
         engine, json_file = Path(str(json_file)), "-"  # verify --json ENGINE
         ctx.ensure_object(Session).json = True
     as_json = json_file == "-"

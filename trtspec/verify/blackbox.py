@@ -290,7 +290,7 @@ def judge_blackbox(
         verdict, last = Verdict.FAIL, looks[-1]
         p = last["p_values"][found_wrong[0]]  # type: ignore[index]
         summary = (
-            f"with drafts other answers are drawn than without: {found_wrong[0]}, p = {p:.2g} after "
+            f"other answers are drawn than from the reference: {found_wrong[0]}, p = {p:.2g} after "
             f"{last['answers']} answers a side"
         )
     elif drawn < planned:

@@ -181,7 +181,8 @@ def _models(endpoint: Endpoint) -> tuple[list[str], str] | None:
     status, body = get(endpoint, "/v1/models")
     value = json_value(body) if status == 200 else None
     if status in (401, 403):
-        raise Refused(status, "the server wants a key; --api-key-env names the variable that holds it")
+        found = "refuses the key that was given" if endpoint.api_key else "wants a key"
+        raise Refused(status, f"the server {found}; --api-key-env names the variable that holds it")
     if status in (429, *range(500, 600)):
         raise refused(endpoint, status, body)  # there, but not ready or behind a front that finds nobody
     if not isinstance(value, dict) or not isinstance(value.get("data"), list):

@@ -27,6 +27,7 @@ from trtspec.verify.records import Row
 from trtspec.verify.sanity import forced_acceptance, random_tokens
 
 Grown = Mapping[str, float] | None
+DRAFTS_NOTHING = "its counters of drafts did not grow: it does not speculate"
 _LIKE = 0.05
 """Relative difference up to which events of a stream are taken for steps."""
 _ONE_SERVER = (
@@ -110,7 +111,7 @@ def length_of(rows: Sequence[Row], side: str, counted: Grown) -> Length | str:
             return others or "the endpoint shows neither drafts nor steps"
         return events._replace(source=f"{events.source} ({others})" if others else events.source)
     if not counted["drafts"]:
-        return "its counters of drafts did not grow: it does not speculate"
+        return DRAFTS_NOTHING
     requests = sum(row["side"] == side for row in rows)
     generated = counted.get("generated")
     if generated is None:
@@ -212,14 +213,22 @@ def judge_plain_baseline(rows: Sequence[Row], counted: Grown) -> Check:
 # --------------------------------------------------------------------------- can they be compared?
 
 
-def judge_comparable(rows: Sequence[Row], servers: Mapping[str, str], one_server: bool = False) -> Check:
+def judge_comparable(
+    rows: Sequence[Row], servers: Mapping[str, str], one_server: bool = False, other_weights: bool = False
+) -> Check:
     """Whether what was measured can count: equal prompts on both sides, one kind of server, answers that
     neither keeps from before, prompts of text, acceptance that is not forced. ``servers``: what each says it
-    is, ``vllm 0.32.0``; ``one_server``: both sides are one place and model."""
+    is, ``vllm 0.32.0``; ``one_server``: both sides are one place and model; ``other_weights``: only quality
+    is asked, of which another kind of server is no more than a part."""
     problems, warnings = _unequal_prompts(rows), []
     mine, other = (servers.get(side, "") for side in ("url", "baseline"))
     families = [_family(one) for one in (mine, other)]
-    if all(families) and families[0] != families[1]:
+    if all(families) and families[0] != families[1] and other_weights:
+        warnings.append(
+            f"other servers: url is served by {mine}, the baseline by {other}: quality is that of both "
+            "together, and speeds compare the servers too"
+        )
+    elif all(families) and families[0] != families[1]:
         problems.append(
             f"unequal baselines: url is served by {mine}, the baseline by {other}: other arithmetic, other "
             "speed; speculation is judged against the same server without it"

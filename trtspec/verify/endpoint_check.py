@@ -8,6 +8,7 @@ each other, in an order that turns, and then under the same load. Judges are fun
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +127,8 @@ def verify_endpoints(
         load += ", driven by AIPerf"
         for side, one in endpoints.items():  # its tokens are not among the rows
             counters[side].append(draft_counters(one))
-    fresh = stream_of_chats(chats, settings.requests)
+    tag = secrets.token_hex(2)
+    fresh = stream_of_chats(chats, settings.requests, tag)
     if aiperf is not None:
         for side in reversed(SIDES):
             driven[side] = drive(
@@ -199,7 +201,8 @@ def verify_endpoints(
     unasked = not any(one.required and one.verdict is not Verdict.SKIPPED for one in asked_quality)
     if unasked and (approximate or settings.other_weights):
         what = "approximate acceptance is" if approximate else "other weights are"
-        reason = f"{what} judged by quality, and no gate asks for it: give --tasks and --gates"
+        gate = "no gate on a check that ran asks for it: --tasks with --max-task-loss"
+        reason = f"{what} judged by quality, and {gate}"
         sampled.append(skipped("approximate" if approximate else "gates_of_quality", reason, True))
     assumed = "" if settings.acceptance else ", which is assumed (--acceptance says otherwise)"
     return Report(
@@ -217,6 +220,7 @@ def verify_endpoints(
             **{key: value for key, value in asdict(settings).items() if key != "draws"},
             **{f"sampled_{key}": value for key, value in _draws(settings).items()},
             "num_prompts": len(chats),
+            "load_tag": tag,
             "prompts_sha256": prompts_sha256 or file_sha256(PROMPTS_FILE),
             **({} if quality is None else quality.record()),
             **{

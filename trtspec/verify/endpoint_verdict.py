@@ -12,7 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from trtspec.stats import least_of_pairs, rate_upper_bound, times_faster
-from trtspec.verify.endpoint_acceptance import judge_acceptance, judge_comparable, judge_plain_baseline
+from trtspec.verify.endpoint_acceptance import (
+    DRAFTS_NOTHING,
+    judge_acceptance,
+    judge_comparable,
+    judge_plain_baseline,
+)
 from trtspec.verify.endpoint_load import judge_throughput
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.load import CLOCK_SLACK
@@ -24,6 +29,9 @@ ALPHA, PARAMETERS_ALPHA = 0.4 * SUITE_ALPHA, 0.2 * SUITE_ALPHA
 by the table of sampling parameters."""
 _NO_TIE_NATS = 3.0
 """16-bit arithmetic with an 8-bit cache was seen to move scores by up to 0.9 nat."""
+_LEAST_NATS, _TIMES_THE_FLOOR, _KNOWN_FLOOR = 1.0, 4.0, 3
+"""Where the baseline's own answers part in so many places, what is wider than so many times the widest of
+these, and than one nat, is no rounding either."""
 _DOUBT = 0.05
 """p-value of differences under load alone from which a server counts as identical: less is not decided."""
 SIDES = ("url", "baseline")
@@ -80,9 +88,9 @@ def judge_endpoints(
     accepted = judge_acceptance(rows, counters.get("url"), draft_tokens)
     length = accepted.measured if accepted.verdict is Verdict.MEASURED else None
     checks = [
-        _claimed(_identity(rows, margins), acceptance, other_weights),
+        _claimed(_drafting(_identity(rows, margins), accepted), acceptance, other_weights),
         _counter(rows, max_new_tokens),
-        judge_comparable(rows, servers or {}, one_server),
+        judge_comparable(rows, servers or {}, one_server, other_weights),
         skipped("baseline_without_speculation", "the baseline serves other weights: its speed is its own")
         if other_weights
         else judge_plain_baseline(rows, counters.get("baseline")),
@@ -93,6 +101,15 @@ def judge_endpoints(
         length = None if other_weights else length
         checks += judge_throughput(timed, load=load, concurrency=concurrency, length=length, **gates)
     return [replace(check, records=records) for check in checks]
+
+
+def _drafting(check: Check, accepted: Check) -> Check:
+    """What is identical where nothing was drafted shows nothing of drafting."""
+    none = accepted.summary == DRAFTS_NOTHING or (accepted.measured is not None and accepted.measured <= 1)
+    if check.verdict is not Verdict.PASS or not none:
+        return check
+    text = "but url drafts nothing, so this shows nothing of speculation (is it turned on there?)"
+    return replace(check, verdict=Verdict.INCONCLUSIVE, summary=f"{check.summary}; {text}")
 
 
 def _claimed(check: Check, acceptance: str, other_weights: bool) -> Check:
@@ -227,6 +244,8 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     known_gaps = [gap for gap in gaps.values() if gap is not None]
     # Where the baseline itself leaves its best token as far behind, that is no sign of the other.
     least = max(_NO_TIE_NATS, max(floor_gaps, default=0.0))
+    if len(floor_gaps) >= _KNOWN_FLOOR:
+        least = max(_LEAST_NATS, _TIMES_THE_FLOOR * max(floor_gaps))
     wide = [gap for gap in (*gaps.values(), *late_gaps.values()) if gap is not None and gap > least]
     warnings = [f"{len(failed)} requests failed, {failed[0]['side']}: {failed[0]['error']}"] if failed else []
     if len(known) < len(answered):
@@ -249,6 +268,7 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     loads = f"; under load {len(late)} more differ" if late else ""
     differ = f"{len(different)} of {len(known)} answers differ {what}"
     more = f"ask more prompts ({max(2 * len(known), 7)})"
+    meant = "; if the baseline serves other weights on purpose: --other-weights"
     if contradicted:
         verdict = Verdict.ERROR
         summary = (
@@ -259,7 +279,9 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
         verdict = Verdict.FAIL
         summary = (
             f"{differ}, {len(wide)} where the baseline's "
-            f"best token leads by up to {max(wide):.1f} nat: no rounding does that; {floor}{loads}"
+            f"best token leads by up to {max(wide):.1f} nat: no rounding does that; {floor}"
+            + (f", up to {max(floor_gaps):.2g} nat apart" if floor_gaps else "")
+            + f"{loads}{meant}"
         )
     elif (
         different
@@ -278,6 +300,7 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
         summary = f"{differ}; {floor}{loads}"
         summary += f"; by chance: {chance:.2g}" if chance < ALPHA else ""
         summary += f"; {len(early)} end early" if early else ""
+        summary += meant
     elif not different and chance >= _DOUBT:
         verdict = Verdict.PASS
         rate = f"mismatch rate below {bound:.1%} (95 %)"
@@ -293,8 +316,10 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
         summary = f"identical on {len(known)} prompts {what}; {floor}{loads}; by chance: {chance:.2g}; {more}"
     else:
         verdict = Verdict.INCONCLUSIVE
-        why = "Without logits a near tie looks like a fault"
-        if len(known_gaps) == len(different):
+        why = "Without log-probabilities a near tie looks like a fault, however many prompts are asked"
+        if len(known_gaps) < len(different):
+            more = "serve where they are told (vLLM)"
+        else:
             own = f"part at up to {max(floor_gaps):.2g} nat" if floor_gaps else "did not part"
             why = f"They part at margins of up to {max(known_gaps):.2g} nat; the baseline's own answers {own}"
         summary = f"{differ}; {floor}{loads}. {why}; {more}, or verify the engine's folder"
@@ -395,7 +420,11 @@ def _speedup(rows: Sequence[Row], bound: float | None, length: float | None) -> 
             unequal += 1
     required = bound is not None
     if len(kept) < 2 or unequal > len(kept):
-        reason = f"unequal work: {unequal} prompts with answers of unequal length, {len(kept)} of equal"
+        reason = (
+            f"{unequal} prompts with answers of unequal length, {len(kept)} of equal, at least two needed"
+        )
+        if unequal > len(kept):
+            reason = f"unequal work: {unequal} prompts with answers of unequal length, {len(kept)} of equal"
         if failed := [row for row in rows if row["at"] == "alone" and row["error"]]:
             reason += (
                 f"; {len(failed)} requests failed, the first at {failed[0]['side']}: {failed[0]['error']}"

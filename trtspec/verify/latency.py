@@ -198,11 +198,12 @@ def rates(records: Sequence[Timed], objectives: Objectives, *, concurrency: int 
         for one in _stretches(records)
         if concurrency is not None and (window := window_of(one, concurrency)) is not None
     ]
+    ended: list[Timed] = []
     if parts:
         duration = sum(window.end_s - window.start_s for window, _ in parts)
         ended = [record for window, one in parts for record in window.ended(one)]
         counts = [window.tokens(one) for window, one in parts]
-    else:
+    if not ended:
         ended = list(kept)
         duration = max(one.ended_s for one in kept) - min(one.due_s for one in kept)
         counts = [one.tokens for one in kept if not one.error]

@@ -59,11 +59,12 @@ def prompt_tokens(
     return _encode([*before, {**last, "content": content}], tokenizer)
 
 
-def stream_of_chats(chats: Sequence[Chat], count: int) -> list[Chat]:
+def stream_of_chats(chats: Sequence[Chat], count: int, tag: str) -> list[Chat]:
     """``count`` chats for endpoints, no two of them alike: pass after pass over ``chats``, each numbered in
-    front, as :func:`stream_of_prompts` does. A system's message stays as it is, for servers share it."""
+    front, as :func:`stream_of_prompts` does, and with ``tag``, the run's own: a server keeps the prompts of
+    the run before. A system's message stays as it is, for servers share it."""
     return [
-        replace(chat, messages=tuple(_headed(chat, f"[{number + 1}] ")))
+        replace(chat, messages=tuple(_headed(chat, f"[{tag}-{number + 1}] ")))
         for number, chat in ((number, chats[number % len(chats)]) for number in range(count))
     ]
 
