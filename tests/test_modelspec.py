@@ -236,6 +236,12 @@ def weight_problems(folder: Path) -> str:
     return "\n".join(str(problem) for problem in check_weight_files(folder))
 
 
+def test_a_path_that_safetensors_cannot_open(folder: Path) -> None:
+    assert weight_problems(folder) == ""
+    moved = folder.rename(folder.with_name(os.fsdecode(b"m\xff")))
+    assert "the path is not UTF-8" in weight_problems(moved)
+
+
 def test_git_lfs_pointers(folder: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     (folder / "model.safetensors").write_bytes(pointer)

@@ -148,6 +148,26 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hang_the_caller(tmp_path: Pat
     assert wait_until(lambda: not alive(read_pid(pid_file)))
 
 
+def test_a_grandchild_that_left_the_group_does_not_hang_the_caller(tmp_path: Path) -> None:
+    """A daemon, with the pipe and a session of its own: what was said before is there, and nobody waits."""
+    code = (
+        "import os, sys, time\n"
+        "print('said', flush=True)\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(50)\n"
+        "    print('late', flush=True)\n"
+        f"while not os.path.exists({str(tmp_path / 'pid')!r}): time.sleep(0.01)\n"
+    )
+    lines: list[str] = []
+    began = time.monotonic()
+    process.run([PYTHON, "-c", code], on_line=lines.append, log=tmp_path / "log")
+    assert time.monotonic() - began < 40
+    assert lines == ["said"]
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_an_error_of_the_callback_ends_the_group_and_reaches_the_caller(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 

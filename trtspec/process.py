@@ -193,9 +193,15 @@ def run(
     with contextlib.ExitStack() as stack:
         log_file = stack.enter_context(open_log(log)) if log else None
         problem: list[BaseException] = []
+        heard = 0
+        left = threading.Event()
 
         def read(output: IO[str]) -> None:
+            nonlocal heard
             for raw in iter(lambda: output.readline(_MAX_LINE), ""):
+                if left.is_set():
+                    return
+                heard += 1
                 line = raw.rstrip("\n")
                 if parse_progress(line) is None:
                     tail.append(line)
@@ -237,9 +243,15 @@ def run(
                 # outlived it would hold the pipe open for ever.
                 _kill_group(popen.pid, signal.SIGKILL)
                 popen.wait()
-                reader.join()
+                before = -1
+                while reader.is_alive() and heard != before:
+                    before = heard
+                    reader.join(_GRACE_S)
+                left.set()
                 assert popen.stdout is not None
-                popen.stdout.close()
+                # One that left the group (setsid) holds the pipe as long as it lives: it is not waited for.
+                if not reader.is_alive():
+                    popen.stdout.close()
     if problem:
         raise problem[0]
     if popen.returncode != 0:

@@ -78,11 +78,15 @@ DTYPE_BYTES = {
 def read_tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[Problem]]:
     """(headers by tensor name, problems): what the safetensors files of ``folder`` say they hold.
 
-    Problems: no safetensors weights (pickled ones are refused), git-lfs pointers, truncated or malformed
-    files, shards that the index names and the folder lacks, and the reverse for tensors.
+    Problems: a path that safetensors cannot open, no safetensors weights (pickled ones are refused), git-lfs
+    pointers, truncated or malformed files, shards that the index names and the folder lacks, and the reverse
+    for tensors.
     """
     problems: list[Problem] = []
     weight_map: dict[str, str] | None = None
+    if str(folder).encode(errors="replace").decode() != str(folder):
+        message = "the path is not UTF-8, and safetensors opens no other; move the folder"
+        return {}, [Problem(message, file=shown_path(folder))]
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():
         files = [single]

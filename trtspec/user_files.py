@@ -67,6 +67,23 @@ def shown_path(path: object) -> str:
     return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"
 
 
+_BREAKS = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+"""What moves a terminal's cursor, breaks a line, turns the direction of writing or is no character."""
+
+
+def is_one_line(text: str) -> bool:
+    """Whether ``text`` is shown as it is: no control characters, line breaks, bidirectional marks."""
+    return _BREAKS.search(text) is None
+
+
+def visible(text: str) -> str:
+    """``text`` with everything escaped that is not shown as it is (:func:`is_one_line`): what a model, a
+    program or a file said must not move the cursor, forge a line or turn the text around it."""
+    return _BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
 # --------------------------------------------------------------------------- paths
 
 

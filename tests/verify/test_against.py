@@ -154,6 +154,39 @@ def test_verdicts_are_compared_where_there_are_no_numbers(before, now, verdict):
     assert verdicts(with_regressions(new, old, "old")) == {"lossless": verdict}
 
 
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_times_that_contradict_themselves_are_not_compared(side):
+    """A busy machine's race keeps its records: they are no evidence, on neither side."""
+    old, new = measured(0), measured(3, slower=1.5)
+    assert verdicts(with_regressions(new, old, "old"))["speedup_over_baseline"] is Verdict.FAIL
+    broken = [
+        dataclasses.replace(one, verdict=Verdict.ERROR, required=False) if "speedup" in one.name else one
+        for one in (old if side == "old" else new).checks
+    ]
+    pair = {"old": old, "new": new} | {side: made_report(*broken)}
+    pair = {
+        key: dataclasses.replace(
+            made, checks=tuple(dataclasses.replace(one, required=False) for one in made.checks)
+        )
+        for key, made in pair.items()
+    }
+    made = with_regressions(pair["new"], pair["old"], "old")
+    assert verdicts(made)["speedup_over_baseline"] is Verdict.SKIPPED
+
+
+def test_records_that_do_not_fit_are_bad_input():
+    old = measured(0)
+    rows = [{"text": 0}]
+    broken = [
+        dataclasses.replace(one, records=Records("quality", {}, {"tokens": rows}))
+        if one.name == "quality"
+        else one
+        for one in old.checks
+    ]
+    with pytest.raises(InputError, match="its records do not fit"):
+        with_regressions(measured(1), made_report(*broken), "old")
+
+
 def test_a_check_that_is_gone_is_not_forgotten():
     old = made_report(Check("a", Verdict.PASS, "", True), Check("b", Verdict.MEASURED, "", False))
     made = with_regressions(made_report(), old, "old")

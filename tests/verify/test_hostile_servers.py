@@ -20,7 +20,7 @@ from trtspec.verify.http_stream import parts_of, without_secrets
 from trtspec.verify.prompt_scores import why_no_scores
 from trtspec.verify.server_counters import draft_counters, grown
 
-CHAT = Chat("one", "chat", "en", ({"role": "user", "content": "hello"},))
+CHAT = Chat("one", ({"role": "user", "content": "hello"},))
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 MODELS = b'{"data": [{"id": "m"}]}'
 Write = Callable[[bytes], None]
@@ -159,6 +159,7 @@ BROKEN = [
     (OK + b"data: {not json\n\n", "a piece of the stream is no JSON object: '{not json'"),
     (OK + b'data: {"a":\ndata: \xff}\n\n', "a piece of the stream is no JSON object"),
     (OK + event("a"), "the stream ended without an end mark"),
+    (OK + event("a", finish_reason="abort") + b"data: [DONE]\n\n", "broke the answer off (abort)"),
     (OK + event("a", token_ids=[1, -2]), "its token_ids are no numbers of tokens"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: 9000\r\n\r\n" + event("a"), "the server closed the connection"),
     (
@@ -209,6 +210,16 @@ def test_triton_that_lists_nonsense_has_no_models():
     nonsense = {"models": page(b"", "404 No"), "ready": page(b"{}"), "x": page(b'{"inputs": 5}')}
     with server(**nonsense) as url, pytest.raises(InputError, match="takes nothing"):
         connect(url, model="x")
+
+
+def test_an_answer_of_triton_that_breaks_off_is_no_answer():
+    inputs = ("text_input", "sampling_param_max_tokens", "return_finish_reason")
+    model = page(json.dumps({"inputs": [{"name": one} for one in inputs]}).encode())
+    for last, error in ((b"", "the stream ended without an end mark"), (b', "finish_reason": "length"', "")):
+        stream = OK + b'data: {"text_output": "hello", "error": null' + last + b"}\n\n"
+        with server(models=page(b"", "404 No"), ready=page(b"{}"), x=model, generate_stream=stream) as url:
+            reply = ask(there(url, model="x"), CHAT, max_tokens=8, clock=time.perf_counter)
+        assert (reply.text, reply.timed.error) == ("hello", error)
 
 
 def test_a_page_of_vllm_that_hangs_costs_its_version_only():

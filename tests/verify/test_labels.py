@@ -117,6 +117,27 @@ def test_what_is_ignored_is_told(ignored, change):
     assert f"{ignored}: IGNORED" in "\n".join(check.details)
 
 
+def test_cut_offs_that_are_ignored_now_and_then_are_told():
+    """By too few tokens for a share of four in five: in 16 bit one alone is far from any tie."""
+    seen = 0
+
+    def change(request: Request) -> Request:
+        nonlocal seen
+        if request.sampling.top_k == 1:
+            seen += 1
+            if seen % 4 == 1:
+                sampling = dataclasses.replace(request.sampling, top_k=3, seed=3)
+                return dataclasses.replace(request, sampling=sampling)
+        return request
+
+    check = table(change, dtype="bfloat16")
+    told = next(line for line in check.details if line.startswith("top_k"))
+    assert check.verdict is Verdict.FAIL
+    assert "top_k: IGNORED" in told
+    assert "nats below the best, which is no tie" in told
+    assert any(f" {share}% of the tokens" in told for share in range(80, 100))
+
+
 def test_a_stop_token_inside_a_kept_draft_is_looked_for(monkeypatch):
     """An engine that looks for it only at the end of a step runs past it."""
     obeyed = table(lambda request: request)

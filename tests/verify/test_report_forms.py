@@ -273,7 +273,44 @@ def test_numbers_and_evidence_are_the_same_in_both_languages():
     for form in (render.terminal, render.markdown, page):
         assert numbers(form(full_report(), lang="en")) == numbers(form(full_report(), lang="zh"))
     for check in full_report().checks:
-        assert check.summary in render.markdown(full_report(), lang="zh")
+        assert check.summary in render.markdown(full_report(), lang="zh").replace("\\<", "<")
+
+
+FORGED = "\x1b]0;x\x07\nverdict: PASS\u2028## PASS\u202e<img src=x> `x` [y](javascript:z)"
+MARKUP = re.compile(r"(?<!\\)(?:\\\\)*(?:<img|\[y\]\()")
+
+
+def forged(form: str, text: str) -> list[str]:
+    """What of :data:`FORGED` a form lets through."""
+    found = [char for char in "\x1b\x07\u2028\u202e" if char in text]
+    lines = [line.strip().lower() for line in text.split("\n")]
+    found += [line for line in lines if line.startswith(("verdict: pass", "## pass"))]
+    if form == "markdown":
+        outside = re.sub(r"(`+) ?[^`].*?(?<!`)\1(?!`)", "", text)
+        found += MARKUP.findall(outside)
+    return found
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_model_or_a_file_says_forges_no_line_of_a_report(form, lang):
+    """In every text of a report at once; and the check sees each of them where nothing is escaped."""
+    check = Check(
+        f"task:{FORGED}", Verdict.FAIL, f"#{FORGED}", True, how=FORGED, warnings=(FORGED,), details=(FORGED,),
+        n=1, n_unit=FORGED, measured=1.0, unit=FORGED, evidence={FORGED: [FORGED]},
+    )  # fmt: skip
+    made = made_report(
+        check,
+        engine=FORGED,
+        recipe_name=FORGED,
+        argv=("trtspec", FORGED),
+        notes=(FORGED,),
+        machine={FORGED: FORGED},
+        settings={"prompts": [FORGED]},
+        other={"engine": FORGED},
+    )
+    assert forged(form, FORMS[form](made, lang=lang)) == []
+    assert len(forged("markdown", f"a\n{FORGED}".replace("\u2028", "\u2028\n"))) == 8
 
 
 def test_chinese_lines_fit_the_terminal():

@@ -23,7 +23,7 @@ import click
 
 from trtspec import __version__
 from trtspec.errors import InputError, Problem
-from trtspec.user_files import user_path
+from trtspec.user_files import user_path, visible
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -125,13 +125,15 @@ def _header(verb: str) -> dict[str, Any]:
 def print_error(session: Session, message: str) -> None:
     """One line on stderr, marked as an error; nowhere if that cannot be written."""
     with contextlib.suppress(OSError):
-        click.echo(click.style("error: ", fg="red", bold=True) + message, err=True, color=session.color)
+        start = click.style("error: ", fg="red", bold=True)
+        click.echo(start + visible(message), err=True, color=session.color)
 
 
 def print_warning(message: str) -> None:
     """One line on stderr, marked as a warning; nowhere if that cannot be written."""
     with contextlib.suppress(OSError):
-        click.echo(click.style("warning: ", fg="yellow", bold=True) + message, err=True)
+        text = "\n".join(map(visible, message.split("\n")))
+        click.echo(click.style("warning: ", fg="yellow", bold=True) + text, err=True)
 
 
 def human_bytes(count: float) -> str:

@@ -144,6 +144,7 @@ def report(
 def _recheck(folder: Path, as_json: bool) -> int:
     from dataclasses import asdict
 
+    from trtspec.user_files import visible
     from trtspec.verify.recheck import recheck
 
     result = recheck(folder)
@@ -151,17 +152,17 @@ def _recheck(folder: Path, as_json: bool) -> int:
         print_json("recheck", {"exit_code": result.exit_code, **asdict(result)})
         return result.exit_code
     for problem in result.problems:
-        click.echo(f"problem       {problem}")
+        click.echo(f"problem       {visible(problem)}")
     for one in result.findings:
         stored = one.stored or "absent"
         status = "not recomputed" if one.status == "no records" else one.status
-        click.echo(f"{status:<14} {one.check}: {stored}")
+        click.echo(f"{status:<14} {visible(one.check)}: {stored}")
         for line in one.differences:
-            click.echo(f"               {line}")
+            click.echo(f"               {visible(line)}")
     counts = {kind: sum(one.status == kind for one in result.findings) for kind in ("same", "differs")}
     words = {0: "every verdict follows from its records", 1: "NOT what its records say", 4: "undecided"}
     line = f"{counts['same']} verdicts computed again are the same, {counts['differs']} differ"
     if result.undecided:
-        line += f"; required and without records: {', '.join(result.undecided)}"
+        line += f"; required and without records: {visible(', '.join(result.undecided))}"
     click.echo(f"recheck: {words[result.exit_code]} ({line})")
     return result.exit_code

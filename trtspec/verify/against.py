@@ -123,7 +123,11 @@ def _compared(before: Check, now: Check | None, new: Report, old: Report, confid
     if rank["new"] == 0 and rank["old"] > 0 and (now.required or before.required):
         return Check(name, Verdict.FAIL, f"{words}: {now.summary}", True, evidence=evidence)
     excuse = _not_comparable(before, now, new, old)
-    shift = None if excuse else _shift(before, now, confidence)
+    try:
+        shift = None if excuse else _shift(before, now, confidence)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        message = f"its records do not fit ({type(error).__name__}: {error}); trtspec report --recheck tells"
+        raise InputError(Problem(message, key=before.name)) from None
     if shift is not None:
         return _judged(name, shift, now, words, evidence, confidence)
     ends = _finite(before), _finite(now)
@@ -146,6 +150,8 @@ def _finite(check: Check) -> Interval | None:
 
 def _not_comparable(before: Check, now: Check, new: Report, old: Report) -> str | None:
     """Why the numbers of the two say nothing about each other; None where they do."""
+    if Verdict.ERROR in (before.verdict, now.verdict):
+        return "not compared: a measurement that contradicts itself is no evidence"
     if before.unit != now.unit or (before.sense and now.sense and before.sense != now.sense):
         return "the two measure different things"
     texts = now.n_unit == "texts"

@@ -41,6 +41,7 @@ _MOST_BYTES, _MOST_PIECES = 16_000_000, 10_000
 """Of an answer, and more for each token asked for, so that one that never ends fills no memory."""
 _ASKED = ("return_token_ids", "stream_options")
 """What an OpenAI-compatible server may refuse, least common first."""
+_BROKEN_OFF = ("abort", "error", "cancelled", "canceled")
 
 
 @dataclass(frozen=True)
@@ -259,26 +260,25 @@ def ask(
                 arrivals.append(clock())
             if len(arrivals) > _MOST_PIECES + 4 * max_tokens:
                 raise Silent(f"an answer of over {len(arrivals) - 1} pieces has no end; gave up")
-        if endpoint.protocol == "openai" and not state.done and state.finish_reason is None:
+        marked = endpoint.protocol == "openai" or "return_finish_reason" in endpoint.inputs
+        if marked and not state.done and state.finish_reason is None and state.claimed is None:
             error = "the stream ended without an end mark"
+        elif state.finish_reason in _BROKEN_OFF:
+            error = f"the server broke the answer off ({state.finish_reason})"
     except (Silent, Refused) as failure:
         error = str(failure)
     ended = clock()
     ids = tuple(state.token_ids) if state.has_ids else None
     tokens = state.claimed if state.claimed is not None else None if ids is None else len(ids)
     timed = Timed(chat.id, sent if due_s is None else due_s, sent, tuple(arrivals), ended, tokens, error)
-    return Reply(
-        timed,
-        state.text,
-        ids,
-        state.finish_reason,
-        state.drafted,
-        state.accepted,
-        state.tokens_per_step,
-        max(1, len(state.seen)),
-        tuple(state.emitted) if state.has_ids else None,
-        state.prompt_tokens,
-        state.prompt_token_ids,
+    reply = Reply(timed, state.text, ids, state.finish_reason, state.drafted, state.accepted)
+    return replace(
+        reply,
+        tokens_per_step=state.tokens_per_step,
+        answers=max(1, len(state.seen)),
+        emitted=tuple(state.emitted) if state.has_ids else None,
+        prompt_tokens=state.prompt_tokens,
+        prompt_token_ids=state.prompt_token_ids,
     )
 
 

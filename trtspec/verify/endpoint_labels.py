@@ -169,6 +169,9 @@ def judge_endpoint_parameters(
             text = f"{side} stopped answering when asked for {died['probe']}: {died['error']}; restart it"
             check = replace(check, verdict=Verdict.INCONCLUSIVE, summary=text, required=True)
             break
+    if not told and drafted is None:
+        unknown = "whether anything was drafted in these answers the server does not tell"
+        check = replace(check, warnings=(*check.warnings, unknown))
     arguments = {
         "taken": {side: list(names) for side, names in taken.items()},
         "acceptance": acceptance,

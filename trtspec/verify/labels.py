@@ -92,6 +92,9 @@ _HOT, _COLD = 2.0, 0.001
 _AGREES = 0.8
 """Share of tokens that are the target's most likely ones, from which a law of one token counts as obeyed:
 16-bit ties cost a few, an engine that draws at temperature 1 instead has about half."""
+_FAR_NATS = 1.0
+"""So far below the best token no 16-bit tie lies, nor one of an 8-bit cache: one such token was drawn from
+another law, however many others agree."""
 _TIES = ("bfloat16", "float16")
 
 
@@ -209,41 +212,50 @@ class _Probes:
         self._on_progress(min(self._done, 13), 13)
         return found
 
-    def most_likely(self, answers: Sequence[Answer]) -> float:
-        """Share of the tokens that the target finds most likely."""
+    def most_likely(self, answers: Sequence[Answer]) -> tuple[float, float]:
+        """Share of the tokens that the target finds most likely, and how many nats the least likely of the
+        others, compared with what is best in its place, lies below."""
         right = total = 0
+        farthest = 0.0
         for prompt, answer in zip(self.prompts, answers, strict=True):
             scores = self.plain.score((*prompt.tokens, *answer.tokens))
             best = scores.top_tokens[len(prompt.tokens) - 1 :]
-            right += sum(a == b for a, b in zip(answer.tokens, best, strict=True))
+            said = scores.logprobs[len(prompt.tokens) - 1 :]
+            for at, (token, top) in enumerate(zip(answer.tokens, best, strict=True)):
+                right += token == top
+                if token != top:
+                    there = self.plain.score((*prompt.tokens, *answer.tokens[:at], top)).logprobs[-1]
+                    farthest = max(farthest, there - said[at])
             total += len(best)
-        return right / total if total else 0.0
+        return right / total if total else 0.0, farthest
 
 
 def _temperature(probes: _Probes) -> Obeyed:
     try:
-        cold = probes.most_likely(probes.ask(Sampling(_COLD, seed=1)))
+        cold, far = probes.most_likely(probes.ask(Sampling(_COLD, seed=1)))
     except MissingError as error:
         return Obeyed("temperature", None, str(error))
     hot = {tuple(one.tokens for one in probes.ask(Sampling(_HOT, seed=seed))) for seed in (1, 2)}
-    share = f"at temperature {_COLD:g} {_likely(cold)}"
+    share = f"at temperature {_COLD:g} {_likely(cold, far)}"
     found = f"{share}; at temperature {_HOT:g} {'both seeds differ' if len(hot) > 1 else 'both seeds agree'}"
-    return Obeyed("temperature", cold >= _AGREES and len(hot) > 1, found)
+    return Obeyed("temperature", cold >= _AGREES and far < _FAR_NATS and len(hot) > 1, found)
 
 
-def _likely(share: float) -> str:
+def _likely(share: float, far: float) -> str:
     rest = f" ({_AGREES:.0%} needed: near ties cost a few)" if share < 1 else ""
+    if far >= _FAR_NATS:
+        rest = f", one is {far:.1f} nats below the best, which is no tie"
     return f"{share:.0%} of the tokens are the most likely ones{rest}"
 
 
 def _cut(probes: _Probes, name: str, sampling: Sampling) -> Obeyed:
     try:
-        share = probes.most_likely(probes.ask(sampling))
+        share, far = probes.most_likely(probes.ask(sampling))
     except MissingError as error:
         return Obeyed(name, None, str(error))
     value = getattr(sampling, name)
-    found = f"at temperature {_HOT:g} with {name} {value:g} {_likely(share)}"
-    return Obeyed(name, share >= _AGREES, found)
+    found = f"at temperature {_HOT:g} with {name} {value:g} {_likely(share, far)}"
+    return Obeyed(name, share >= _AGREES and far < _FAR_NATS, found)
 
 
 def _seed(probes: _Probes, dtype: str) -> Obeyed:
@@ -269,7 +281,7 @@ def _stop(probes: _Probes) -> Obeyed:
         return Obeyed("stop", None, "the answer was too short to stop")
     token = answer.tokens[len(answer.tokens) // 2 if place is None else place]
     first = answer.tokens.index(token)
-    where = "" if place is None else ", inside a draft that is kept"
+    where = ", outside any draft that is kept" if place is None else ", inside a draft that is kept"
     stopped = probes.ask(Sampling(), prompts=prompt, stop=frozenset({token}))[0]
     given = f"{len(stopped.tokens)} tokens ({stopped.finish_reason})"
     found = f"stop token expected as token {first + 1}{where}, the answer has {given}"

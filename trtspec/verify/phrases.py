@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from trtspec.user_files import visible
+from trtspec.verify.gates import Check
 from trtspec.verify.i18n import Lang
 from trtspec.verify.report import Report
 
@@ -27,7 +31,13 @@ _DEEPEST = 6
 
 
 def told(report: Report, lang: Lang) -> Report:
-    """``report`` with what its checks say in ``lang``; numbers, names and evidence are the same."""
+    """``report`` with what its checks say in ``lang``; numbers, names and evidence are the same. What a file,
+    a model or a judge brought into it is made visible: no form of a report can be forged from inside."""
+    report = replace(
+        report,
+        **{one.name: _visible(getattr(report, one.name)) for one in fields(report) if one.name != "checks"},
+    )
+    report = replace(report, checks=tuple(_visible_check(check) for check in report.checks))
     if lang == "en":
         return report
     checks = tuple(
@@ -42,6 +52,21 @@ def told(report: Report, lang: Lang) -> Report:
         for check in report.checks
     )
     return replace(report, checks=checks, notes=tuple(map(in_chinese, report.notes)))
+
+
+def _visible_check(check: Check) -> Check:
+    texts = ("name", "summary", "how", "unit", "n_unit", "warnings", "details", "evidence")
+    return replace(check, **{name: _visible(getattr(check, name)) for name in texts})
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if isinstance(value, Enum) else visible(value)
+    if isinstance(value, Mapping):
+        return {_visible(key): _visible(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_visible, value))
+    return value
 
 
 def _labels(evidence: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from trtspec.verify.answers import answers
 from trtspec.verify.gates import Check, Verdict
@@ -81,26 +81,26 @@ def markdown(report: Report, lang: Lang = "en") -> str:
     say, report = speaker(lang), told(report, lang)
     columns = ("check", "verdict", "required", "measured", "interval", "gate", "n")
     rows = [_row([say(name) for name in columns]), "|" + "---|" * len(columns)]
-    rows += [_row([check.name, *cells(check, say)]) for check in report.checks]
+    rows += [_row(list(map(_marked, [check.name, *cells(check, say)]))) for check in report.checks]
     details = []
     for check in report.checks:
         title = check_title(check.name, say)
-        details += ["### " + say("item", name=check.name, text=say(check.verdict.name)), ""]
-        details += [f"*{title}*", ""] if title else []
-        details += [check.summary, ""]
+        details += ["### " + say("item", name=_marked(check.name), text=say(check.verdict.name)), ""]
+        details += [f"*{_marked(title)}*", ""] if title else []
+        details += [_paragraph(check.summary), ""]
         details += [f"- {_code(detail)}" for detail in check.details]
-        details += ["- " + say("warning", text=warning) for warning in check.warnings]
-        details += ["- " + say("how", text=check.how)] if check.how else []
+        details += ["- " + say("warning", text=_marked(warning)) for warning in check.warnings]
+        details += ["- " + say("how", text=_marked(check.how))] if check.how else []
         details.append("")
     return "\n".join(
         [
-            "# " + say("headline", name=report.recipe_name, text=verdict(report, lang)),
+            "# " + _marked(say("headline", name=report.recipe_name, text=verdict(report, lang))),
             "",
-            *(f"- **{question}** {text}" for question, text in answers(report, say)),
+            *(f"- **{question}** {_marked(text)}" for question, text in answers(report, say)),
             "",
             *rows,
             "",
-            *(_note(note, say) + "\n" for note in report.notes),
+            *(_paragraph(_note(note, say)) + "\n" for note in report.notes),
             *details,
             "## " + say("pitfalls"),
             "",
@@ -110,7 +110,10 @@ def markdown(report: Report, lang: Lang = "en") -> str:
             "",
             "## " + say("provenance"),
             "",
-            *("- " + say("item", name=name, text=value) for name, value in provenance(report, say, "`")),
+            *(
+                "- " + say("item", name=name, text=text)
+                for name, text in provenance(report, say, _span, _marked)
+            ),
             "",
         ]
     )
@@ -134,8 +137,10 @@ def unit(name: str, say: Say) -> str:
     return say(f"unit.{name}") if f"unit.{name}" in TEXTS else name
 
 
-def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str]]:
-    """What the report ran on: (label, value). ``quote`` goes around what can be pasted."""
+def provenance(
+    report: Report, say: Say, quoted: Callable[[str], str] = str, worded: Callable[[str], str] = str
+) -> list[tuple[str, str]]:
+    """What the report ran on: (label, value). ``quoted`` shows what can be pasted, ``worded`` the rest."""
 
     def listed(values: Mapping[str, object]) -> str:
         """What is set; what is None or empty is in the JSON."""
@@ -145,17 +150,17 @@ def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str
             for name, value in shown
             if value is not None and value != []
         )
-        return ", ".join(texts)
+        return worded(", ".join(texts))
 
     word = "strict" if report.fidelity == "strict" else "approximate-word"
     rows = [
         (say("fidelity"), say(word)),
-        (say("engine"), f"{quote}{report.engine}{quote}"),
-        (say("recipe-digest"), f"{quote}{report.recipe_digest}{quote}"),
-        *_of_other(report, say, quote),
-        (say("source-digest"), f"{quote}{report.source_digest}{quote}"),
-        (say("date"), f"{report.created}, {say('duration', seconds=f'{report.seconds:.0f}')}"),
-        (say("command"), f"{quote}{shlex.join(report.argv)}{quote}"),
+        (say("engine"), quoted(report.engine)),
+        (say("recipe-digest"), quoted(report.recipe_digest)),
+        *_of_other(report, say, quoted),
+        (say("source-digest"), quoted(report.source_digest)),
+        (say("date"), worded(f"{report.created}, {say('duration', seconds=f'{report.seconds:.0f}')}")),
+        (say("command"), quoted(shlex.join(report.argv))),
         (say("machine"), listed(report.machine)),
         (say("versions"), listed(report.tools)),
         (say("built-with"), listed(report.built_with)),
@@ -164,11 +169,11 @@ def provenance(report: Report, say: Say, quote: str = "") -> list[tuple[str, str
     return [(label, value) for label, value in rows if value]
 
 
-def _of_other(report: Report, say: Say, quote: str) -> list[tuple[str, str]]:
+def _of_other(report: Report, say: Say, quoted: Callable[[str], str]) -> list[tuple[str, str]]:
     """The second engine, if there is one."""
     other = report.other
     keys = (("other", "engine"), ("other-digest", "recipe_digest"))
-    return [(say(label), f"{quote}{other.get(key, '')}{quote}") for label, key in keys] if other else []
+    return [(say(label), quoted(str(other.get(key, "")))) for label, key in keys] if other else []
 
 
 def _answer_lines(report: Report, width: int, say: Say) -> list[str]:
@@ -197,7 +202,8 @@ def _pitfall_table(report: Report, say: Say) -> list[str]:
     for one in pitfalls(report):
         run = one.command(say)
         title = f"{say(f'pitfall.{one.id}')} (`{one.id}`)"
-        rows.append(_row([title, say(one.status), say(one.key, **one.values), run]))
+        found = _marked(say(one.key, **one.values))
+        rows.append(_row([title, say(one.status), found, _marked(run)]))
     return rows
 
 
@@ -240,6 +246,24 @@ def _note(note: str, say: Say) -> str:
 def _label(report: Report, say: Say) -> str:
     """What must not be overlooked about the engine."""
     return "" if report.fidelity == "strict" else f"  {say('approximate-label')}"
+
+
+def _marked(text: str) -> str:
+    """``text`` with what would be a tag, a link or code in Markdown escaped."""
+    return re.sub(r"([\\`<\[])", r"\\\1", text)
+
+
+def _paragraph(text: str) -> str:
+    """``text`` as lines of its own, no heading, list or quotation."""
+    text = _marked(text)
+    return f"\\{text}" if text.startswith(("#", ">", "-", "+", "=", "~")) else text
+
+
+def _span(text: str) -> str:
+    """``text`` as code, whatever backticks it holds; "" for nothing."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    room = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{room}{text}{room}{fence}" if text else ""
 
 
 def _code(text: str) -> str:

@@ -10,6 +10,7 @@ run models that you do not trust in a container besides.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
     One that ends by itself before that (sys.exit, os._exit) does not pass. Never raises for what the program
     does; raises OSError where no temporary folder can be made.
     """
-    with tempfile.TemporaryDirectory(prefix="trtspec-code-") as name:
+    with _scratch_folder() as name:
         folder = Path(name)
         (folder / "program.py").write_bytes(program.encode(errors="replace"))
         (folder / "bootstrap.py").write_text(_BOOTSTRAP)
@@ -146,6 +147,20 @@ def run_code(program: str, limits: Limits = Limits()) -> Outcome:
         if list(said) == [mark]:
             return Outcome(True)
         return Outcome(False, "it ended before its last line")
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """A new folder that is deleted whatever a program has made of it."""
+    held = tempfile.TemporaryDirectory(prefix="trtspec-code-")
+    try:
+        yield held.name
+    finally:
+        try:
+            held.cleanup()
+        except (RecursionError, OSError):  # folders nested deeper than Python's stack
+            with contextlib.suppress(TrtspecError):
+                process.run(["rm", "-rf", "--", held.name], timeout_s=60)
 
 
 def _why(said: Sequence[str], error: TrtspecError) -> str:

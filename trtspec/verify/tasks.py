@@ -18,7 +18,7 @@ ignore_case exact and regex: true or false
 prefix     code only: put in front of the output instead of ``prompt`` (with messages: instead of nothing)
 stop       list of texts at which the output is cut
 max_new_tokens  longest output in tokens, default 64
-task       name of the task it belongs to, each judged by itself; default: the name of the file
+task       name of the task it belongs to, one line, each judged by itself; default: the name of the file
 id         default: its line number
 ========== =================================================================================================
 
@@ -40,7 +40,7 @@ from trtspec.errors import InputError, Problem, TrtspecError
 from trtspec.prompts import DATA_FOLDER, read_lines, repeats
 from trtspec.ruler import run, shared_start
 from trtspec.text import Tokenizer
-from trtspec.user_files import shown_path
+from trtspec.user_files import is_one_line, shown_path
 from trtspec.verify.judge import run_judge
 from trtspec.verify.sandbox import Limits, run_code
 
@@ -55,6 +55,8 @@ _FIELDS = {
     *("id", "task", "kind", "prompt", "messages", "answer", "choices", "normalize", "extract", "ignore_case"),
     *("prefix", "stop", "max_new_tokens"),
 }
+_LONGEST_NAME = 120
+"""Of a task, which names a check."""
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 _OnDone = Callable[[], None]
 
@@ -207,6 +209,11 @@ def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer
     for key in ("prefix", "extract", "task"):
         if not isinstance(value.get(key, ""), str):
             wrong.append(f"{key} must be text")
+    name = value.get("task") or stem
+    if isinstance(name, str) and not (len(name) <= _LONGEST_NAME and is_one_line(name)):
+        wrong.append(
+            f"task must be one line of at most {_LONGEST_NAME} characters (by default the file's name)"
+        )
     if isinstance(extract := value.get("extract"), str):
         _check_pattern("extract", extract, wrong)
     if kind == "judge" and not judge:
@@ -232,7 +239,7 @@ def _item(value: Mapping[str, Any], number: int, stem: str, tokenizer: Tokenizer
     by_bytes = value.get("normalize") == "bytes"
     return Item(
         id=str(value.get("id", f"line-{number}")),
-        task=value.get("task") or stem,
+        task=name,
         kind=kind,
         prompt=prompt,
         tokens=tuple(tokens),
