@@ -81,6 +81,8 @@ def with_regressions(new: Report, old: Report, name: str) -> Report:
     confidence = 1 - (1 - CONFIDENCE) / max(pairs, 1)
     added = [_compared(before, mine.get(before.name), new, old, confidence) for before in old.checks]
     notes = [f"regressions against {name} of {old.created}"]
+    if apart_from := [one.name.removeprefix(PREFIX) for one in added if one.verdict is Verdict.SKIPPED]:
+        notes.append(f"{len(apart_from)} of {len(added)} checks are not compared: {', '.join(apart_from)}")
     if new.recipe_digest != old.recipe_digest:
         changed = ", ".join(_changed(old.recipe, new.recipe)) or "nothing that is recorded"
         notes.append(f"the recipe is another one than in {name}: {changed}")
@@ -151,22 +153,22 @@ def _finite(check: Check) -> Interval | None:
 def _not_comparable(before: Check, now: Check, new: Report, old: Report) -> str | None:
     """Why the numbers of the two say nothing about each other; None where they do."""
     if Verdict.ERROR in (before.verdict, now.verdict):
-        return "not compared: a measurement that contradicts itself is no evidence"
+        return "numbers not compared: a measurement that contradicts itself is no evidence"
     if before.unit != now.unit or (before.sense and now.sense and before.sense != now.sense):
         return "the two measure different things"
     texts = now.n_unit == "texts"
     key = "heldout_sha256" if texts else "prompts_sha256"
     if old.settings.get(key) != new.settings.get(key):
-        return f"not compared: other {'texts' if texts else 'prompts'}"
+        return f"numbers not compared: other {'texts' if texts else 'prompts'}"
     if not texts and old.settings.get("max_new_tokens") != new.settings.get("max_new_tokens"):
-        return "not compared: answers of another length"
+        return "numbers not compared: answers of another length"
     if any(word in now.name for word in ("speed", "latency", "goodput", "throughput", "p99_t")):
         loads = [check.evidence.get("loads") for check in (before, now)]
         if loads[0] != loads[1] and None not in loads:
-            return "not compared: another load"
+            return "numbers not compared: another load"
         different = [key for key in _MACHINE if old.machine.get(key) != new.machine.get(key)]
         if different:
-            return f"not compared: another machine ({', '.join(different)})"
+            return f"numbers not compared: another machine ({', '.join(different)})"
     return None
 
 

@@ -314,8 +314,11 @@ def too_fast(result: Race, name: str = "recipe", over: str = "no_speculation") -
     return "sum" if speedup > steps[over] / steps[name] * CLOCK_SLACK else ""
 
 
-def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: float | None) -> Check:
-    """Speedup of contender ``name`` over ``over``, gated by the lower end of its interval."""
+def check_speed(
+    result: Race, *, check_name: str, name: str, over: str, bound: float | None, retimed: bool = False
+) -> Check:
+    """Speedup of contender ``name`` over ``over``, gated by the lower end of its interval. ``retimed``:
+    this is the second race, because the first one's times were impossible."""
     rounds = len(result.runs[name][0])
     prompts = len(result.runs[name])
     times = "once" if rounds == 1 else f"{rounds} times"
@@ -345,6 +348,7 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
             "over": over,
             "bound": bound,
             "contradictions": list(result.contradictions),
+            "retimed": retimed,
         },
         {"runs": race_rows(result, (name, over))},
     )
@@ -388,10 +392,12 @@ def check_speed(result: Race, *, check_name: str, name: str, over: str, bound: f
         evidence=evidence,
         records=records,
     )
+    if retimed:
+        check = replace(check, warnings=("timed twice: the first times were impossible; machine busy?",))
     if not doubt:
         return check
     verdict = Verdict.INCONCLUSIVE if check.verdict is Verdict.PASS else check.verdict
-    return replace(check, verdict=verdict, warnings=(doubt,))
+    return replace(check, verdict=verdict, warnings=(*check.warnings, doubt))
 
 
 def race_rows(result: Race, names: Sequence[str]) -> list[Row]:

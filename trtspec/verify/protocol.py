@@ -156,7 +156,7 @@ def verify(
         ]
         more = f", without {', '.join(besides)}" if besides else ""
         say(
-            f"{len(prompts)} prompts; about {seconds:.0f} s to go at the speed that the machine has now{more}"
+            f"{len(prompts)} prompts; about {_told(seconds)} to go at the speed that the machine has now{more}"
         )
         checks, answers, theirs = _measure(
             built, pair, engines, prompts, texts, tokenizer, settings, proof, own_proof, on_progress
@@ -215,6 +215,10 @@ def _asked(built: Artifact, pair: Pair) -> Artifact:
 
 def _contender(pair: Pair, engines: _Engines) -> Contender:
     return Contender("other", engines.other or engines.plain, max_draft(pair.running.recipe.speculation))
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def prompts_asked(tokenizer: Tokenizer, settings: Settings, longest: int) -> list[Prompt]:
@@ -449,6 +453,7 @@ def _speed_checks(
     elif quantizes:
         contenders.append(Contender("baseline", engines.baseline, 0))
     result: Race | None = None
+    retimed = False
     steps: list[dict[str, Any]] = []
     if len(contenders) > 1:
         name = f"speed: {', '.join(one.name for one in contenders)}, one request at a time"
@@ -457,6 +462,7 @@ def _speed_checks(
         lengths = [min(len(answer.tokens), settings.race_tokens) for answer in answers]
         result = race(contenders, prompts[:count], lengths, rounds=settings.rounds, on_progress=stage(name))
         if speculates and too_fast(result):
+            retimed = True
             again = "speed again: the first times are impossible, machine busy?"
             result = race(
                 contenders, prompts[:count], lengths, rounds=settings.rounds, on_progress=stage(again)
@@ -466,12 +472,10 @@ def _speed_checks(
             requests = requests_for(prompts[:count], lengths, frozenset())
             steps = time_steps(sides, requests, stage("prediction: the same requests, timed step by step"))
     checks = []
+    speed = partial(check_speed, name="recipe", retimed=retimed)
     if result is not None and speculates:
-        checks.append(
-            check_speed(
-                result, check_name="speedup", name="recipe", over="no_speculation", bound=gates.min_speedup
-            )
-        )
+        bound = gates.min_speedup
+        checks.append(speed(result, check_name="speedup", over="no_speculation", bound=bound))
         checks.append(check_prediction(result, steps, identity.speculative.answers))
     else:
         reason = "the recipe does not speculate"
@@ -479,21 +483,15 @@ def _speed_checks(
     bound = gates.min_speedup_over_baseline
     if pair is not None:
         if result is not None:
-            over_other = partial(check_speed, result, name="recipe", over="other")
-            checks.append(over_other(check_name=f"{VS}speedup", bound=bound))
+            checks.append(speed(result, check_name=f"{VS}speedup", over="other", bound=bound))
             if speculates and pair.drafts and pair.question == "speculation":
-                checks.append(
-                    check_speed(
-                        result, check_name=f"{OWN}speedup", name="other", over="no_speculation", bound=None
-                    )
-                )
+                own = {"check_name": f"{OWN}speedup", "name": "other"}
+                checks.append(speed(result, **own, over="no_speculation", bound=None))
         return checks
     if result is not None and (quantizes or bound is not None):
         # Without quantization the baseline is the engine without speculation itself.
         over = "baseline" if quantizes else "no_speculation"
-        checks.append(
-            check_speed(result, check_name="speedup_over_baseline", name="recipe", over=over, bound=bound)
-        )
+        checks.append(speed(result, check_name="speedup_over_baseline", over=over, bound=bound))
     elif bound is not None:
         reason = "the recipe neither speculates nor quantizes: it is the baseline"
         checks.append(skipped("speedup_over_baseline", reason, True))

@@ -396,7 +396,7 @@ def rejudge(records: Records) -> list[Check]:
         case "speed":
             race = load.race_from(tables["runs"], arguments["contradictions"])
             names = {key: arguments[key] for key in ("check_name", "name", "over", "bound")}
-            return [load.check_speed(race, **names)]
+            return [load.check_speed(race, **names, retimed=arguments.get("retimed", False))]
         case "acceptances":
             from trtspec.verify.versus import judge_acceptances
 
