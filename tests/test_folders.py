@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from trtspec import process
 from trtspec.errors import InputError
-from trtspec.folders import MARK, new_folder
+from trtspec.folders import MARK, check_new_folder, new_folder
 
 WRITER = """
 import sys, time
@@ -164,3 +165,21 @@ def test_places_where_no_folder_can_be(tmp_path: Path, path: str) -> None:
         pytest.fail("must not start")
     assert str(caught.value).startswith(str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_a_folder_that_cannot_be_is_told_before_the_work(tmp_path: Path) -> None:
+    """What :func:`check_new_folder` refuses :func:`new_folder` refuses, and the other way round."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, good in (
+        ("new", True), ("a/b/c", True), ("empty", True), ("full", False), ("file", False), ("file/x", False),
+        ("x" * 300, False),
+    ):  # fmt: skip
+        before = sorted(tmp_path.iterdir())
+        with contextlib.nullcontext() if good else pytest.raises(InputError):
+            check_new_folder(tmp_path / name)
+        assert sorted(tmp_path.iterdir()) == before
+        with contextlib.nullcontext() if good else pytest.raises(InputError), new_folder(tmp_path / name):
+            pass

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,16 @@ def refuse_existing(out: Path) -> None:
         raise InputError(f"{out}: exists and is not a folder; give another path or remove it")
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: exists and is not empty; give another path or remove it")
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise what :func:`new_folder` would raise for ``out``, before minutes of work; leaves nothing."""
+    whole = Path(os.path.abspath(out))
+    try:
+        refuse_existing(out)
+        os.rmdir(tempfile.mkdtemp(prefix=".trtspec-", dir=next(one for one in whole.parents if one.exists())))
+    except OSError as error:
+        raise explain_os_error(error, out) from None
 
 
 def refuse_replacing(out: Path, made_here: Callable[[str], bool], *, spare: Sequence[Path] = ()) -> None:

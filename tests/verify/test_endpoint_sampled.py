@@ -310,3 +310,14 @@ def test_approximate_acceptance_is_never_lossless(tmp_path):
     assert recheck(tmp_path / "b").problems == ()
     _, checks = judged(Fake(lossy=True), Fake(), replace(said, acceptance="typical"))
     assert checks["greedy"].verdict is Verdict.FAIL, "at temperature 0 typical acceptance is strict"
+
+
+def test_a_server_that_dies_among_the_draws_is_not_asked_for_all_of_them():
+    """One that hangs would cost a time-out a draw."""
+    with serving(Fake(step_s=0.0, dies_after=30), Fake(step_s=0.0)) as urls:
+        sides = dict(zip(("url", "baseline"), (learn(connect(url), CHATS[0]) for url in urls), strict=True))
+        check = check_sampled(sides, CHATS[:1], DRAWS, concurrency=4)
+    assert check.verdict is Verdict.INCONCLUSIVE
+    errors = [row["error"] for row in check.records.tables["draws"] if row["error"]]
+    assert sum(not error.startswith("not asked, as those before failed") for error in errors) <= 8
+    assert len(errors) > 50

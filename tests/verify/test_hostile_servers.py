@@ -313,6 +313,11 @@ def test_lengths_and_counts_that_cannot_be_are_not_told():
     assert [told(value) for value in ("-2", "0.5", "0", "1e300", "9" * 400, "NaN", '"3"')] == [None] * 7
 
 
+def test_a_server_without_tls_is_told_from_one_that_died():
+    with server() as url, pytest.raises(MissingError, match="if it speaks plain HTTP, say http://"):
+        connect(url.replace("http:", "https:"), timeout_s=2)
+
+
 def test_nothing_answers_is_still_said():
     with pytest.raises(MissingError, match="nothing answers"):
         connect("http://127.0.0.1:1", timeout_s=1)

@@ -175,7 +175,7 @@ def verify(
     if self_test:
         return run_self_test(json_file)
     from trtspec.artifact import open_artifact
-    from trtspec.folders import refuse_existing
+    from trtspec.folders import check_new_folder
     from trtspec.user_files import user_path, write_user_file
     from trtspec.verify import protocol, render, report
     from trtspec.verify.against import read_old, with_regressions
@@ -223,7 +223,7 @@ def verify(
     }
     check_outputs(outputs, reads | {f"--tasks {path}": path for path in quality.tasks})
     if bundle is not None:
-        refuse_existing(bundle)
+        check_new_folder(bundle)
     if engine is None:
         asked = quality.at_endpoints(settings) if speed.url is not None else None
         draws = endpoint_draws(

@@ -27,9 +27,19 @@ from typing import Any, Literal
 from trtspec.prompts import Chat
 from trtspec.ruler import Answer
 from trtspec.verify.approximate import MIN_PROMPTS, REPETITION_MARGIN, Sampled, repetition_over
-from trtspec.verify.arrivals import closed_loop
+from trtspec.verify.arrivals import closed_loop, giving_up
 from trtspec.verify.blackbox import FIRST_TOKENS, beginnings, found_bias, judge_blackbox, planned_answers
-from trtspec.verify.endpoint import Endpoint, Reply, SamplingParams, ask, is_refused, reply_fields, takes
+from trtspec.verify.endpoint import (
+    Endpoint,
+    Reply,
+    SamplingParams,
+    ask,
+    is_refused,
+    lost,
+    not_asked,
+    reply_fields,
+    takes,
+)
 from trtspec.verify.endpoint_verdict import ALPHA
 from trtspec.verify.gates import Check, Verdict, gated, skipped
 from trtspec.verify.power import LOOKS, told_bias
@@ -97,17 +107,48 @@ class _Draws:
     max_tokens: int = _TOKENS
 
     def one(self, side: str, place: tuple[int, int, int]) -> Row:
-        stream, prompt, at = place
-        seed = seed_of(*place) if self.seeded[side] else None
-        reply = ask(
+        return self._row(side, place, self._reply(side, place))
+
+    def _seed(self, side: str, place: tuple[int, int, int]) -> int | None:
+        return seed_of(*place) if self.seeded[side] else None
+
+    def _reply(self, side: str, place: tuple[int, int, int]) -> Reply:
+        return ask(
             self.endpoints[side],
-            self.chats[prompt],
+            self.chats[place[1]],
             max_tokens=self.max_tokens,
             clock=time.perf_counter,
-            params=SamplingParams(self.temperature, seed=seed),
+            params=SamplingParams(self.temperature, seed=self._seed(side, place)),
         )
+
+    def _row(self, side: str, place: tuple[int, int, int], reply: Reply) -> Row:
+        stream, prompt, at = place
         told = {"stream": (*STREAMS, "pilot")[stream], "request_id": self.chats[prompt].id, "at": at}
-        return {**told, "seed": seed, **answer_fields(reply)}
+        return {**told, "seed": self._seed(side, place), **answer_fields(reply)}
+
+    def _loop(
+        self,
+        sides: Sequence[str],
+        places: Sequence[tuple[int, int, int]],
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Row]:
+        """A row for each place, asked of the side beside it, until that answers no more."""
+        senders = {
+            side: giving_up(
+                lambda number, _, side=side: self._reply(side, places[number]),  # type: ignore[misc]
+                lost,
+                lambda number, due, why: not_asked(
+                    self.chats[places[number][1]], time.perf_counter(), due, why
+                ),
+            )
+            for side in dict.fromkeys(sides)
+        }
+
+        def send(number: int, due: float | None) -> Row:
+            side = sides[number]
+            return self._row(side, places[number], senders[side](number, due))
+
+        return closed_loop(send, len(places), self.concurrency, on_progress)
 
     def all(
         self,
@@ -116,14 +157,11 @@ class _Draws:
     ) -> list[Row]:
         """A row for each place of :data:`STREAMS`, in that order."""
 
-        def send(number: int, _due: float | None) -> Row:
-            return self.one(_SIDES[places[number][0]], places[number])
-
-        return closed_loop(send, len(places), self.concurrency, on_progress)
+        return self._loop([_SIDES[stream] for stream, _, _ in places], places, on_progress)
 
     def asked(self, side: str, places: Sequence[tuple[int, int, int]]) -> list[Row]:
         """Rows of one side that are not judged."""
-        return closed_loop(lambda number, _: self.one(side, places[number]), len(places), self.concurrency)
+        return self._loop([side] * len(places), places)
 
 
 def check_sampled(

@@ -250,7 +250,7 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     warnings = [f"{len(failed)} requests failed, {failed[0]['side']}: {failed[0]['error']}"] if failed else []
     if len(known) < len(answered):
         warnings.append(f"{len(answered) - len(known)} prompts left out: both answers are empty")
-    unasked = [row for row in failed if row["at"] == "alone"]
+    unasked = [row for row in failed if row["at"] != "timed"]
     bound = rate_upper_bound(len(different), len(known))
     evidence = {
         "prompts": len(known),
@@ -326,7 +326,7 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     if unasked and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
         summary = (
-            f"{len(unasked)} requests failed of those one at a time ({unasked[0]['side']}: "
+            f"{len(unasked)} requests failed of those that are compared ({unasked[0]['side']}: "
             f"{unasked[0]['error']}); else {summary}"
         )
     return Check(

@@ -6,6 +6,7 @@ time-out of the socket alone starts again with every byte), and a bound on what 
 
 from __future__ import annotations
 
+import errno
 import http.client
 import io
 import json
@@ -216,11 +217,13 @@ def _response(
     except _FAILURES as error:
         raise Silent(_why(endpoint, error)) from None
     if 300 <= response.status < 400:
-        place = without_secrets(one_line(response.getheader("Location") or "nowhere"))
+        place = without_secrets(its_words(endpoint, response.getheader("Location") or "nowhere"))
         raise Refused(response.status, f"it redirects to {place[:150]}, which is not followed; give that URL")
     coding = response.getheader("Content-Encoding") or "identity"
     if coding.lower() != "identity":
-        raise Silent(f"its answers are compressed ({one_line(coding)[:40]}), which was not asked for")
+        raise Silent(
+            f"its answers are compressed ({its_words(endpoint, coding)[:40]}), which was not asked for"
+        )
     return response
 
 
@@ -261,14 +264,16 @@ def events(
                     lines = []
                     yield value
                 elif ended:
-                    raise Silent(f"a piece of the stream is no JSON object: {_shown(text)}")
+                    raise Silent(f"a piece of the stream is no JSON object: {_shown(endpoint, text)}")
             if lines:
-                raise Silent(f"a piece of the stream is no JSON object: {_shown(lines[0])}")
+                raise Silent(f"a piece of the stream is no JSON object: {_shown(endpoint, lines[0])}")
             if response.length:
                 raise http.client.IncompleteRead(b"")
             kind = response.getheader("Content-Type") or "of no type"
             if not seen and not kind.startswith("text/event-stream"):
-                raise Silent(f"its answer is no stream of server-sent events but {one_line(kind)[:60]}")
+                raise Silent(
+                    f"its answer is no stream of server-sent events but {its_words(endpoint, kind)[:60]}"
+                )
         except _FAILURES as error:
             raise Silent(_why(endpoint, error)) from None
 
@@ -292,6 +297,12 @@ def _why(endpoint: Place, error: Exception) -> str:
         return f"no answer for {endpoint.timeout_s:g} s; gave up (--timeout)"
     if isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError)):
         return "the server closed the connection before its answer was complete: it stopped or died"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted here: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection ({error.reason or 'broken off'}); if it speaks plain HTTP, say http://"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this machine has no more file handles for connections; lower --concurrency or raise ulimit -n"
     if isinstance(error, (http.client.HTTPException, ValueError, OverflowError)):
         return f"what answers there does not speak HTTP as expected ({type(error).__name__})"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
@@ -320,8 +331,8 @@ def without_secrets(url: str) -> str:
     return re.sub(r"\?.*", "?***", re.sub(r"(^|//)[^/?#]*@", r"\1***@", url), flags=re.DOTALL)
 
 
-def _shown(piece: bytes) -> str:
-    return repr(one_line(piece[:60].decode("utf-8", "replace")))
+def _shown(endpoint: Place, piece: bytes) -> str:
+    return repr(its_words(endpoint, piece[:200].decode("utf-8", "replace"))[:60])
 
 
 def json_value(text: bytes) -> Any:
