@@ -162,17 +162,16 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def test_prompts_in_every_form(tmp_path, tokenizer):
-    path = write_jsonl(
-        tmp_path / "p.jsonl",
-        [
-            {"messages": [{"role": "user", "content": "hi"}]},
-            {"prompt": "hi", "id": 7},
-            {"text": "hi", "id": "x"},
-        ],
-    )
-    prompts = load_prompts(path, tokenizer, limit=9, max_tokens=100)
+    forms = [
+        {"messages": [{"role": "user", "content": "hi"}]},
+        {"prompt": "hi", "id": 7},
+        {"text": "hi", "id": "x"},
+    ]
+    files = [write_jsonl(tmp_path / f"{number}.jsonl", [form]) for number, form in enumerate(forms)]
+    prompts = [prompt for file in files for prompt in load_prompts(file, tokenizer, limit=9, max_tokens=100)]
     assert [prompt.id for prompt in prompts] == ["line-1", "7", "x"]
     assert prompts[0].tokens == prompts[1].tokens == prompts[2].tokens
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": f"hi {number}"} for number in range(3)])
     assert len(load_prompts(path, tokenizer, limit=2, max_tokens=100)) == 2
 
 
@@ -188,7 +187,7 @@ def test_every_bad_prompt_is_named(tmp_path, tokenizer):
 
 
 def test_texts_are_cut_and_counted(tmp_path, tokenizer):
-    path = write_jsonl(tmp_path / "t.jsonl", [{"text": "one two three four"}] * 5)
+    path = write_jsonl(tmp_path / "t.jsonl", [{"text": f"{n} two three four"} for n in "abcde"])
     texts = load_texts(path, tokenizer, total_tokens=12, max_tokens=6)
     assert [len(text) for text in texts] == [6, 6, 6]
 

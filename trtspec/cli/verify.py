@@ -59,7 +59,7 @@ _FILE = UserPath()
 @click.option(
     "--sampled-prompts",
     type=click.IntRange(1),
-    help="Prompts of sampled answers (approximate acceptance; --url).  [default: 40; quick: 24; --url: 2]",
+    help="Prompts of sampled answers (approximate acceptance; --url).  [default: 40; quick: 36; --url: 2]",
 )
 @click.option(
     "--temperature",

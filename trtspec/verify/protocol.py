@@ -156,7 +156,8 @@ def verify(
         ]
         more = f", without {', '.join(besides)}" if besides else ""
         say(
-            f"{len(prompts)} prompts; about {_told(seconds)} to go at the speed that the machine has now{more}"
+            f"{len(prompts)} prompts; about {_told(seconds)} to go at the speed that the machine has now"
+            f"{more}"
         )
         checks, answers, theirs = _measure(
             built, pair, engines, prompts, texts, tokenizer, settings, proof, own_proof, on_progress
