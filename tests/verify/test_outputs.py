@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import resource
+import shutil
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -109,6 +111,28 @@ def test_a_pipe_among_the_files_is_refused_and_not_waited_for(given, tmp_path, c
     os.mkfifo(tmp_path / "pipe")
     assert main([*given, "--heldout", str(tmp_path / "pipe")]) == 2
     assert "not a regular file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_engine_that_is_built_anew_meanwhile_has_no_verdict(built, tmp_path, capsys, changes):
+    """By the user's own judge, which runs in the middle."""
+    engine = shutil.copytree(built.folder, tmp_path / "e")
+    item = {"kind": "judge", "prompt": "a", "max_new_tokens": 1}
+    tasks = write_jsonl(tmp_path / "t.jsonl", [item])
+    script = tmp_path / "judge.py"
+    manifest = engine / "manifest.json"
+    later = 'text.replace(\'"created": "2\', \'"created": "3\')' if changes else "text"
+    script.write_text(
+        f"from pathlib import Path\np = Path({str(manifest)!r})\ntext = p.read_text()\n"
+        f"p.write_text({later})\nprint(1)\n"
+    )
+    judge = f"{sys.executable} {script}"
+    given = ["verify", str(engine), "--quick", "--num-prompts", "1", "--max-new-tokens", "3"]
+    code = main([*given, "--tasks", str(tasks), "--judge", judge])
+    shown = capsys.readouterr()
+    assert code == (2 if changes else 0), shown.err
+    assert ("was built anew while it was verified" in shown.err) == changes
+    assert ("verdict:" in shown.out) != changes
 
 
 @pytest.mark.parametrize(

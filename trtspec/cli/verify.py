@@ -176,7 +176,7 @@ def verify(
         return run_self_test(json_file)
     from trtspec.artifact import open_artifact
     from trtspec.folders import check_new_folder
-    from trtspec.user_files import user_path, write_user_file
+    from trtspec.user_files import shown_path, user_path, write_user_file
     from trtspec.verify import protocol, render, report
     from trtspec.verify.against import read_old, with_regressions
     from trtspec.verify.bundle import write_bundle
@@ -262,6 +262,11 @@ def verify(
             )
             if to_scan is not None:
                 result = with_scan(result, built, to_scan, settings, progress)
+        for one in (built, *(() if pair is None else (pair.other,))):
+            # The run in float64 opens the weights again, minutes after they were hashed.
+            if open_artifact(one.folder).manifest != one.manifest:
+                message = "was built anew while it was verified; verify it again"
+                raise InputError(Problem(message, file=shown_path(one.folder)))
         if old is not None:
             result = with_regressions(result, old, str(against))
     # The result is shown even where it cannot be written any more, and what can be written is.
