@@ -47,7 +47,10 @@ class QualityOptions:
         """Raises InputError for what belongs to endpoints where there are none."""
         given = [name for name in _AT_ENDPOINTS if getattr(self, name) is not None]
         if given and not endpoints:
-            text = "belongs to --url URL --baseline-url URL; the gates of an ENGINE stand in its recipe"
+            text = (
+                "belongs to --url URL --baseline-url URL; the gates of an ENGINE stand in its recipe: change "
+                "them there and trtspec build again, which keeps the weights"
+            )
             raise InputError([Problem(text, key=f"--{name.replace('_', '-')}") for name in given])
 
     def at_endpoints(self, settings: Settings) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from trtspec.recipe import Gates, Recipe
 from trtspec.recipe_facts import fidelity
 from trtspec.ruler import acceptance_length
-from trtspec.stats import mean_difference_ratio, rate_upper_bound
+from trtspec.stats import Interval, mean_difference_ratio, rate_upper_bound, times_faster
 from trtspec.verify import quality
 from trtspec.verify.gates import Check, Verdict
-from trtspec.verify.load import check_speed, race_from
+from trtspec.verify.load import Race, check_speed, race_from, too_fast
 from trtspec.verify.lossless import compare
 from trtspec.verify.records import Records, Row, answers_from
 
@@ -188,7 +189,7 @@ def _cell(
         if kept.interval is not None:
             evidence["perplexity_ratio_interval"] = list(kept.interval)
         verdicts.append(kept.verdict)
-        parts.append(f"perplexity ratio {kept.measured:.3f}" if kept.measured else kept.summary)
+        parts.append(_ratio(kept) if kept.measured else kept.summary)
     rows = [row for row in runs if row["format"] == name]
     told = [line for row in rows for line in row["contradictions"]]
     result = race_from(rows, list(dict.fromkeys(told)))
@@ -217,9 +218,15 @@ def _cell(
             f"speedup {speed.measured:.2f} ({low:.2f} to {high:.2f})" if speed.measured else speed.summary
         )
     over: float | None = None
+    interval: Interval | None = None
     if not result.contradictions and (speed is None or speed.verdict is not Verdict.ERROR):
-        over = result.tokens_per_s(contender) / result.tokens_per_s(baseline)
-        parts.append(f"{over:.2f} times BF16 without drafts")
+        if contender == baseline:
+            over = 1.0
+        else:
+            over, interval = times_faster(result.seconds(contender), result.seconds(baseline))
+        known = interval is not None and all(map(math.isfinite, interval))
+        between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if known and interval is not None else ""
+        parts.append(f"{over:.2f} times BF16 without drafts{between}")
     evidence["speedup_over_bf16"] = over  # None: the times are no evidence
     order = (Verdict.ERROR, Verdict.FAIL, Verdict.INCONCLUSIVE, Verdict.PASS)
     verdict = next((one for one in order if one in verdicts), Verdict.MEASURED)
@@ -234,11 +241,34 @@ def _cell(
         "; ".join(parts),
         required=f"{name} {drafter}" == arguments["own"],
         measured=over,
+        interval=interval,
+        warnings=_doubts(result),
         n=len(result.runs[contender]),
         n_unit="prompts",
         how="greedy answers in float64 against the same weights without drafts; perplexity against BF16, "
         "paired by text; one request at a time, the format's drafters and BF16 in turn",
         evidence=evidence,
+    )
+
+
+def _ratio(kept: Check) -> str:
+    """The perplexity ratio of a cell, its interval, and what its gate says of it."""
+    inside = []
+    if kept.interval is not None and all(map(math.isfinite, kept.interval)):
+        inside.append(f"{kept.interval[0]:.3f} to {kept.interval[1]:.3f}")
+    if kept.bound is not None:
+        inside.append(f"at most {kept.bound:g}: {kept.verdict.value}")
+    return f"perplexity ratio {kept.measured:.3f}" + (f" ({', '.join(inside)})" if inside else "")
+
+
+def _doubts(result: Race) -> tuple[str, ...]:
+    """A race in which one contender was faster than can be has slowed down what all are compared with."""
+    drafted = [one for one in result.runs if one not in ("no_speculation", "baseline")]
+    busy = [one for one in drafted if too_fast(result, one)]
+    if not busy:
+        return ()
+    return (
+        f"machine busy? in the same race {', '.join(busy)} was faster than can be: no time of it says much",
     )
 
 
