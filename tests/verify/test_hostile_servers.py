@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from trtspec.cli import main
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.prompts import Chat
 from trtspec.verify.endpoint import Endpoint, Reply, ask, connect
@@ -235,6 +236,18 @@ def test_the_key_is_repeated_by_nobody():
         with pytest.raises(InputError, match="no header can carry it") as caught:
             connect("http://127.0.0.1:1", api_key=key)
         assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"), [("NO_SUCH_KEY", True), ("sk-secret", False), ("hf_secret", False)]
+)
+def test_a_key_given_for_its_name_is_not_repeated(
+    named: str, shown: bool, capsys: pytest.CaptureFixture[str]
+):
+    code = main(["verify", "--url", "http://127.0.0.1:1", "--baseline-url", "h:2", "--api-key-env", named])
+    said = capsys.readouterr().err
+    assert (code, named in said) == (2, shown)
+    assert "is not set; put the endpoint's key there" in said
 
 
 @pytest.mark.parametrize(

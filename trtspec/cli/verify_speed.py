@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -267,7 +268,10 @@ class SpeedOptions:
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env)
             if not key:
-                raise InputError(Problem("is not set; put the endpoint's key there", key=self.api_key_env))
+                # What looks like no variable may be the key itself, given where its name belongs.
+                name = self.api_key_env if re.fullmatch(r"[A-Z][A-Z0-9_]*", self.api_key_env) else ""
+                message = f"{name or 'the variable that it names'} is not set; put the endpoint's key there"
+                raise InputError(Problem(message, key="--api-key-env"))
         return connect(
             url or "", protocol=self.protocol, model=model, timeout_s=self.timeout or 60.0, api_key=key
         )

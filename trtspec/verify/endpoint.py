@@ -251,14 +251,14 @@ def ask(
         if endpoint.protocol == "triton":
             path, body = _triton_body(endpoint, chat, max_tokens, params)
         # Triton's LLM API model sends all of the answer so far with every token.
-        most = _MOST_BYTES + max_tokens * (4096 + 8 * max_tokens)
+        most = min(_MOST_BYTES + max_tokens * (4096 + 8 * max_tokens), 10**9)
         for event in events(endpoint, path, body, most_bytes=most):
             piece = (_triton_piece if endpoint.protocol == "triton" else _openai_piece)(
                 endpoint, event, state
             )
             if piece:
                 arrivals.append(clock())
-            if len(arrivals) > _MOST_PIECES + 4 * max_tokens:
+            if len(arrivals) > min(_MOST_PIECES + 4 * max_tokens, 10**6):
                 raise Silent(f"an answer of over {len(arrivals) - 1} pieces has no end; gave up")
         marked = endpoint.protocol == "openai" or "return_finish_reason" in endpoint.inputs
         if marked and not state.done and state.finish_reason is None and state.claimed is None:
