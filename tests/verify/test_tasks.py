@@ -481,3 +481,30 @@ def test_what_an_engine_cannot_give_is_skipped_and_not_passed():
         "retrieval": False,
     }
     assert {check.verdict for check in checks} == {Verdict.SKIPPED}
+
+
+def test_a_score_that_its_output_does_not_get_is_seen():
+    exact = {"answers": ["Four"], "extract": r"#### (\w+)", "ignore_case": True}
+    told = {"task": "t", "target_error": "", "baseline_error": "", "target_why": "", "baseline_why": ""}
+    rows = [
+        {**told, "id": "a", "kind": "exact", "asked": exact, "target": 1.0, "baseline": 0.0,
+         "target_output": "so #### four", "baseline_output": "four"},
+        {**told, "id": "b", "kind": "regex", "asked": {**exact, "answers": ["^5$"], "extract": ""},
+         "target": 0.0, "baseline": 1.0, "target_output": "55", "baseline_output": "4\n5\n"},
+        {**told, "id": "c", "kind": "choice", "asked": {"right": 1}, "target": 1.0, "baseline": 0.0,
+         "target_logprobs": [-2.0, -1.0], "baseline_logprobs": [-1.0, -1.0]},
+        {**told, "id": "d", "kind": "code", "asked": None, "target": 1.0, "baseline": 1.0},
+    ]  # fmt: skip
+    assert judge_task("t", rows, margin=None).verdict is Verdict.MEASURED
+    for number, change in (
+        (0, {"baseline": 1.0}), (0, {"target_output": "five"}), (1, {"target": 1.0}),
+        (1, {"baseline_output": "6"}), (2, {"baseline": 1.0}), (2, {"target_logprobs": [-1.0, -2.0]}),
+    ):  # fmt: skip
+        altered = [{**row, **change} if at == number else row for at, row in enumerate(rows)]
+        check = judge_task("t", altered, margin=None)
+        assert check.verdict is Verdict.ERROR, change
+        assert f"what {rows[number]['id']} answered" in check.summary
+    believed = [{**row, "target": 0.0} if row["id"] == "d" else row for row in rows]
+    assert judge_task("t", believed, margin=None).verdict is Verdict.MEASURED  # code is not run again
+    older = [{key: value for key, value in row.items() if key != "asked"} for row in rows]
+    assert judge_task("t", older, margin=None).verdict is Verdict.MEASURED

@@ -32,7 +32,9 @@ from trtspec.verify.tasks import (
     TASKS_FILE,
     Item,
     Scored,
+    graded_again,
     load_tasks,
+    question_of,
     score_items,
     task_files,
     try_judge,
@@ -208,7 +210,7 @@ def _runs_code(rows: Sequence[Row]) -> bool:
 
 def item_row(item: Item, target: Scored, baseline: Scored) -> dict[str, Any]:
     """What both sides made of an item, as JSON values."""
-    row: dict[str, Any] = {"task": item.task, "id": item.id, "kind": item.kind}
+    row: dict[str, Any] = {"task": item.task, "id": item.id, "kind": item.kind, "asked": question_of(item)}
     for name, side in (("target", target), ("baseline", baseline)):
         written = item.kind != "choice"
         row |= {
@@ -288,7 +290,19 @@ def judge_task(
         )
     if left_out:
         warnings += (left_out,)
-    arguments = {"task": task, "margin": margin, "alone": alone, "over": over, "left_out": left_out}
+    records = Records(
+        "task",
+        {"task": task, "margin": margin, "alone": alone, "over": over, "left_out": left_out},
+        {"items": rows},
+    )
+    if wrong := [
+        str(row["id"])
+        for row in scored
+        for side in ("target", "baseline")
+        if row[side] is not None and (again := graded_again(row, side)) is not None and again != row[side]
+    ]:
+        text = f"{task}: what {wrong[0]} answered does not get the score beside it ({len(wrong)} such scores)"
+        return Check(f"task:{task}", Verdict.ERROR, text, required=True, how=how, records=records)
     return judge_pairs(
         f"task:{task}",
         task,
@@ -298,7 +312,7 @@ def judge_task(
         over=over,
         unscored=[error for error in errors if error],
         evidence={"kinds": kinds, "code_without_network": alone},
-        records=Records("task", arguments, {"items": rows}),
+        records=records,
         warnings=warnings,
         details=tuple(f"{row['id']}: lost; {row['target_why'] or 'another choice'}" for row in lost[:10]),
     )

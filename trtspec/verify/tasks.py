@@ -433,6 +433,37 @@ def _exact(item: Item, output: str) -> tuple[float, str]:
     return float(hit), "" if hit else f"found {found.strip()[:60]!r}"
 
 
+def question_of(item: Item) -> dict[str, Any] | None:
+    """What an output is graded by, as JSON values; None where that takes a program or a judge."""
+    if item.kind == "choice":
+        return {"right": item.right}
+    if item.kind in ("exact", "regex"):
+        return {"answers": list(item.answers), "extract": item.extract, "ignore_case": item.ignore_case}
+    return None
+
+
+def graded_again(row: Mapping[str, Any], side: str) -> float | None:
+    """The score that the output (or the log-likelihoods) in a row deserves; None where it does not tell."""
+    asked = row.get("asked")
+    if asked is None:
+        return None
+    if row["kind"] == "choice":
+        logprobs = row[f"{side}_logprobs"]
+        others = [value for number, value in enumerate(logprobs) if number != asked["right"]]
+        return float(logprobs[asked["right"]] > max(others))
+    item = Item(
+        str(row["id"]),
+        str(row["task"]),
+        row["kind"],
+        "",
+        (),
+        tuple(asked["answers"]),
+        extract=asked["extract"],
+        ignore_case=asked["ignore_case"],
+    )
+    return grade(item, row[f"{side}_output"])[0]
+
+
 def program_of(item: Item, output: str) -> str:
     """The program that a code item runs: what a fence holds, if the output has one, else the output behind
     its prefix; then the item's own assertions."""
