@@ -412,3 +412,16 @@ def test_no_median_of_a_few_requests_is_drawn_or_told():
     assert told[5][1] == ("", "")
     assert "Median" in told[6][0]
     assert told[6][1] == ("0.2", "")
+
+
+def test_an_interval_of_few_prompts_does_not_flatten_the_plot():
+    """It ends at the edge, and the table has its ends."""
+    loads = [
+        {"load": name, "speedup": value, "low": low, "high": high}
+        for name, value, low, high in (("a", 1.0, 0.9, 1.1), ("b", 2.0, 0.02, 90.0))
+    ]
+    check = Check("speedup_by_load", Verdict.MEASURED, "x", False, evidence={"by_load": loads})
+    (figure,) = [one for one in figures(made_report(check), i18n.speaker("en")) if "(speedup" in one.title]
+    first, second = (float(x) for x in re.findall(r'class="dot" cx="([\d.]+)"', figure.svg))
+    assert second - first > 40
+    assert figure.rows[1][:4] == ("b", "2.000", "0.020", "90.000")
