@@ -154,7 +154,7 @@ def test_evidence_of_any_kind_breaks_nothing():
             return {chance.choice(inner): value(depth + 1) for _ in range(chance.randrange(4))}
         if kind == 7:
             return [value(depth + 1) for _ in range(chance.randrange(4))]
-        return chance.choice([None, True, 0, -1, 1.5, 1e300, 1e-300, 3, "x<y", "", 10**12, 0.5])
+        return chance.choice([None, True, 0, -1, 1.5, 1e300, 1e-300, 3, "x<y", "", 10**12, 10**400, 0.5])
 
     for _ in range(400):
         evidence = {chance.choice(keys): value(0) for _ in range(3)}
