@@ -218,6 +218,13 @@ def no_path(folder: Path) -> None:
     edit(folder / "manifest.json", lambda value: value["judged"][0].update(tables={"prompts": [1]}))
 
 
+def a_number_beyond_floats(folder: Path) -> None:
+    def change(value: dict[str, Any]) -> None:
+        check_of(value, "acceptance")["evidence"]["acceptance_rate"] = 10**400
+
+    edit(folder / "report.json", change)
+
+
 def another_engine_that_is_none(folder: Path) -> None:
     edit(folder / "report.json", lambda value: value.update(other={"recipe": 5}))
 
@@ -225,7 +232,7 @@ def another_engine_that_is_none(folder: Path) -> None:
 TAMPERINGS = [
     a_token, a_gap, a_count, a_time, a_token_nobody_counts, a_step_more, another_prompt, a_row_less, no_json,
     another_type, a_verdict, not_required, a_number, a_summary, the_whole, a_check_less, a_pitfall, a_gate,
-    the_recipe, no_object, no_path, another_engine_that_is_none,
+    the_recipe, no_object, no_path, another_engine_that_is_none, a_number_beyond_floats,
 ]  # fmt: skip
 
 

@@ -35,7 +35,12 @@ from trtspec.verify.settings import LoadSettings
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loads")
     prompts = [
-        {"id": f"{task}-{language}-{i}", "task": task, "language": language, "prompt": f"{task} " * (3 + i)}
+        {
+            "id": f"{task}-{language}-{i}",
+            "task": task,
+            "language": language,
+            "prompt": f"{task} " * (3 + i) + language,
+        }
         for task in ("chat", "copy")
         for language in ("en", "zh")
         for i in range(3)

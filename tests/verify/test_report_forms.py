@@ -154,7 +154,7 @@ def test_evidence_of_any_kind_breaks_nothing():
             return {chance.choice(inner): value(depth + 1) for _ in range(chance.randrange(4))}
         if kind == 7:
             return [value(depth + 1) for _ in range(chance.randrange(4))]
-        return chance.choice([None, True, 0, -1, 1.5, 1e300, 1e-300, 3, "x<y", "", 10**12, 0.5])
+        return chance.choice([None, True, 0, -1, 1.5, 1e300, 1e-300, 3, "x<y", "", 10**12, 10**400, 0.5])
 
     for _ in range(400):
         evidence = {chance.choice(keys): value(0) for _ in range(3)}
@@ -412,3 +412,16 @@ def test_no_median_of_a_few_requests_is_drawn_or_told():
     assert told[5][1] == ("", "")
     assert "Median" in told[6][0]
     assert told[6][1] == ("0.2", "")
+
+
+def test_an_interval_of_few_prompts_does_not_flatten_the_plot():
+    """It ends at the edge, and the table has its ends."""
+    loads = [
+        {"load": name, "speedup": value, "low": low, "high": high}
+        for name, value, low, high in (("a", 1.0, 0.9, 1.1), ("b", 2.0, 0.02, 90.0))
+    ]
+    check = Check("speedup_by_load", Verdict.MEASURED, "x", False, evidence={"by_load": loads})
+    (figure,) = [one for one in figures(made_report(check), i18n.speaker("en")) if "(speedup" in one.title]
+    first, second = (float(x) for x in re.findall(r'class="dot" cx="([\d.]+)"', figure.svg))
+    assert second - first > 40
+    assert figure.rows[1][:4] == ("b", "2.000", "0.020", "90.000")

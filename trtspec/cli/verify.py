@@ -71,7 +71,7 @@ _FILE = UserPath()
 )
 @click.option("--heldout", type=_FILE, help="JSONL file with text a line, for perplexity.  [default: ours]")
 @click.option(
-    "--quality-tokens", type=click.IntRange(2), help="Tokens for perplexity.  [default: 3000; quick: 1000]"
+    "--quality-tokens", type=click.IntRange(2), help="Tokens for perplexity.  [default: 3000; quick: 2000]"
 )
 @quality_options
 @speed_options

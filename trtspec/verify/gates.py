@@ -83,9 +83,13 @@ def skipped(name: str, reason: str, required: bool = False) -> Check:
 
 def finite(value: object) -> float | None:
     """A number of some evidence; None for whatever is none, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def gate_verdict(interval: Interval, bound: float, sense: Literal["at least", "at most"]) -> Verdict:

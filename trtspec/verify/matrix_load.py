@@ -216,8 +216,8 @@ def judge_loads(
 ) -> Check:
     """One check with the speedup of every cell, from the rows of :func:`measure_loads`.
 
-    Interval of a cell: paired bootstrap over prompts and rounds; of a batch, over rounds. A cell whose
-    numbers contradict themselves is refused; all of them together are the check's own number.
+    Interval of a cell: paired bootstrap over three prompts or more and rounds; of a batch, over rounds. A
+    cell whose numbers contradict themselves is refused; all of them together are the check's own number.
 
     ``bound``: the least speedup of every kind of load: each length, task, language and batch, over all
     cells that have it (a cell alone is timed too few times to decide). PASS: the interval of each is above
@@ -416,7 +416,8 @@ def _cell(rows: Sequence[Row], name: str, over: str) -> dict[str, Any]:
     sizes = [size for row in sides[name] for size in row["prompt_tokens"]]
     return {
         "speedup": speedup,
-        "interval": interval,
+        # Of two blocks it would reach from a tenth to ten times, and say no more than none.
+        "interval": interval if len(seconds[name]) > 2 else (-math.inf, math.inf),
         "seconds": seconds,
         "by_prompt": by_prompt,
         "tokens_per_s": rates,

@@ -157,7 +157,11 @@ def _forest(
     if not rows:
         return None
     everything = [1.0, *(value for _, value, _, _ in rows)]
-    everything += [end for _, _, interval, _ in rows if interval for end in interval]
+    # A whisker of a few prompts may reach far beyond all values: it ends at the edge, the table has its ends.
+    edges = 0.5 * min(everything), 2 * max(everything)
+    everything += [
+        min(max(end, edges[0]), edges[1]) for _, _, interval, _ in rows if interval for end in interval
+    ]
     everything += [bound for *_, bound in rows if bound is not None]
     low, high = min(everything), max(everything)
     room = 0.08 * ((high - low) or 1.0)
@@ -178,7 +182,8 @@ def _forest(
             body.append(_line("gate", x, x, y - 8, y + 8))
         ends = ("", "")
         if interval is not None:
-            body.append(_line("whisker", axes.x(interval[0]), axes.x(interval[1]), y, y))
+            drawn = [axes.x(min(max(end, edges[0]), edges[1])) for end in interval]
+            body.append(_line("whisker", *drawn, y, y))
             ends = (f"{interval[0]:.3f}", f"{interval[1]:.3f}")
             texts.append(say("plot.speedup.text", name=name, value=f"{value:.2f}", low=ends[0], high=ends[1]))
         body.append(f'<circle class="dot" cx="{axes.x(value):.1f}" cy="{y:.1f}" r="4"/>')

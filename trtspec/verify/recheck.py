@@ -81,11 +81,8 @@ def recheck(folder: Path) -> Recheck:
     """Compute every verdict of the bundle in ``folder`` again. Raises InputError where it is no bundle."""
     bundle = open_bundle(folder)
     same_version = bundle.report.tools.get("trtspec") == tool_versions()["trtspec"]
-    problems = [
-        *bundle.problems,
-        *_problems("report.json", _whole, bundle),
-        *_problems("records", _books, bundle),
-    ]
+    problems = [*bundle.problems]
+    problems += [*_problems("report.json", _whole, bundle), *_problems("records", _books, bundle)]
     stored = {check.name: check for check in bundle.report.checks}
     findings: dict[str, Finding] = {}
     for judged in bundle.judged:
@@ -164,6 +161,8 @@ def _different(left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, An
 def _equal(left: Any, right: Any) -> bool:
     numbers = (int, float)
     if isinstance(left, numbers) and isinstance(right, numbers) and bool not in (type(left), type(right)):
+        if max(abs(left), abs(right)) > 1e308:  # a whole number may be more than a float holds
+            return left == right
         return math.isclose(left, right, rel_tol=_TOLERANCE, abs_tol=1e-12)
     return type(left) is type(right) and bool(left == right)
 
