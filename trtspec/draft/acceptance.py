@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trtspec.stats import Array, Interval, clustered_rate, gap_of_ratios, ratio_of_sums
+from trtspec.stats import Interval, clustered_rate, gap_of_ratios, ratio_of_sums
 
 DEFINITION = (
     "acceptance length = tokens emitted per target step after the prompt's, bonus or recovered token "
@@ -194,7 +194,7 @@ def difference(one: Sequence[Answered], other: Sequence[Answered]) -> Difference
         raise ValueError("not the same prompts on both sides")
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.steps and b.steps]
 
-    def columns(of: int) -> tuple[Array, Array, Array, Array]:
+    def columns(of: int) -> list[list[float]]:
         rows = [
             (
                 pair[of].emitted,
@@ -204,16 +204,16 @@ def difference(one: Sequence[Answered], other: Sequence[Answered]) -> Difference
             )
             for pair in pairs
         ]
-        tokens, steps, accepted, drafted = np.array(rows, dtype=np.float64).reshape(-1, 4).T
-        return tokens, steps, accepted, drafted
+        found: list[list[float]] = np.array(rows, dtype=np.float64).reshape(-1, 4).T.tolist()
+        return found
 
     left, right = columns(0), columns(1)
-    own = left[0] / left[1] - right[0] / right[1]
+    own = [a / b - c / d for a, b, c, d in zip(left[0], left[1], right[0], right[1], strict=True)]
     limits = _limits([answer for pair in pairs for answer in pair])
     most = limits[1] - limits[0]
     return Difference(
         length=Value(*gap_of_ratios((left[0], left[1]), (right[0], right[1]), limits=limits)),
-        length_by_request=_mean([float(value) for value in own], (-most, most)),
+        length_by_request=_mean(own, (-most, most)),
         rate=Value(*gap_of_ratios((left[2], left[3]), (right[2], right[3]), limits=(0.0, 1.0))),
     )
 

@@ -182,8 +182,8 @@ def _forest(
             body.append(_line("gate", x, x, y - 8, y + 8))
         ends = ("", "")
         if interval is not None:
-            drawn = [axes.x(min(max(end, edges[0]), edges[1])) for end in interval]
-            body.append(_line("whisker", *drawn, y, y))
+            left, right = (axes.x(min(max(end, edges[0]), edges[1])) for end in interval)
+            body.append(_line("whisker", left, right, y, y))
             ends = (f"{interval[0]:.3f}", f"{interval[1]:.3f}")
             texts.append(say("plot.speedup.text", name=name, value=f"{value:.2f}", low=ends[0], high=ends[1]))
         body.append(f'<circle class="dot" cx="{axes.x(value):.1f}" cy="{y:.1f}" r="4"/>')

@@ -116,15 +116,18 @@ def score_drawn(
                 sampling.seed,
                 answer.tokens,
                 tuple(round(value, _DIGITS) if math.isfinite(value) else None for value in scores.logprobs),
-                *(
-                    tuple(round(value, _DIGITS) for value in column)
-                    for column in (scores.entropies, scores.variances, scores.above)
-                ),
-                tuple(flag for flag, count in _steps(answer) for _ in range(count)),
+                entropies=_rounded(scores.entropies),
+                variances=_rounded(scores.variances),
+                above=_rounded(scores.above),
+                drafted=tuple(flag for flag, count in _steps(answer) for _ in range(count)),
             )
         )
         on_answer()
     return found
+
+
+def _rounded(column: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(value, _DIGITS) for value in column)
 
 
 def _steps(answer: Answer) -> list[tuple[bool, int]]:
