@@ -57,8 +57,12 @@ def rows(streams, *, ids=True):
 
 
 def verdict(streams, planned, bias, **changed):
+    return verdict_of(rows(streams, **changed), planned, bias)
+
+
+def verdict_of(draws, planned=60, bias=0.5):
     given = {"temperature": 1.0, "drafted": None, "seeded": {"url": True, "baseline": True}}
-    return judge_draws(rows(streams, **changed), planned=planned, bias=bias, **given)
+    return judge_draws(draws, planned=planned, bias=bias, **given)
 
 
 def test_equal_laws_pass_and_the_sequence_of_looks_keeps_its_rate():
@@ -321,3 +325,17 @@ def test_a_server_that_dies_among_the_draws_is_not_asked_for_all_of_them():
     errors = [row["error"] for row in check.records.tables["draws"] if row["error"]]
     assert sum(not error.startswith("not asked, as those before failed") for error in errors) <= 8
     assert len(errors) > 50
+
+
+def test_a_prompt_that_a_server_refuses_is_no_division_by_zero():
+    """A filter of contents, say: none of its draws has an answer."""
+    chance = random.Random(5)
+    draws = rows({stream: [[chance.randrange(4) for _ in range(8)] for _ in range(60)] for stream in STREAMS})
+    for refused in (("url",), STREAMS):
+        more = [
+            {**row, "request_id": "q", **({"error": "HTTP 400: no"} if row["stream"] in refused else {})}
+            for row in draws
+        ]
+        found = verdict_of([*draws, *more])
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert "requests of" in found.summary

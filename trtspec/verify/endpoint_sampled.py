@@ -332,6 +332,7 @@ def judge_draws(
     told = [
         prompt
         for prompt in prompts
+        if answers["baseline"][prompt] and answers["url"][prompt]
         if any(
             beginnings(answers["baseline"][prompt], answers["url"][prompt], length).shape[1] > 1
             for length in range(2, FIRST_TOKENS + 1)
