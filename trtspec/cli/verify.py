@@ -284,12 +284,13 @@ def verify(
 
     kept: list[Path] = []
     forms = rendered(result, lang, markdown=markdown, html=html, junit=junit)
-    for write in (
+    writes: list[Callable[[], None]] = [
         partial(written, output, partial(report.to_bytes, result)),
         bundled,
         *(partial(written, path, content) for path, content in forms),
         partial(written, outputs["--json"], partial(_as_json, result)),
-    ):
+    ]
+    for write in writes:
         try:
             write()
         except TrtspecError as error:
@@ -303,8 +304,8 @@ def verify(
             click.echo(f"bundle: {bundle} (manifest sha256 {digest['bundle_sha256']})")
         if output in kept:
             click.echo(f"report: {output}")
-    for error in unwritten[1:]:
-        print_warning(str(error))
+    for one_more in unwritten[1:]:
+        print_warning(str(one_more))
     if unwritten:
         raise unwritten[0]
     return result.exit_code
