@@ -486,8 +486,8 @@ def _speed_checks(
         if result is not None:
             checks.append(speed(result, check_name=f"{VS}speedup", over="other", bound=bound))
             if speculates and pair.drafts and pair.question == "speculation":
-                own = {"check_name": f"{OWN}speedup", "name": "other"}
-                checks.append(speed(result, **own, over="no_speculation", bound=None))
+                own, plain = f"{OWN}speedup", "no_speculation"
+                checks.append(speed(result, check_name=own, name="other", over=plain, bound=None))
         return checks
     if result is not None and (quantizes or bound is not None):
         # Without quantization the baseline is the engine without speculation itself.
