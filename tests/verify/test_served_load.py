@@ -56,7 +56,7 @@ def asked(tiny, gates: dict, **latency):
 
 
 def gates(**given) -> dict:
-    load = {"concurrency": 8, "requests": 160, "output_tokens": 4}
+    load = {"concurrency": 8, "requests": 240, "output_tokens": 4}
     return {"load": load, **given}
 
 
@@ -252,7 +252,7 @@ def test_throughput_is_sure_of_itself_only_over_blocks():
         for name, parts in (("blocks", _blocks(slices)), ("slices", slices)):
             _, (low, high) = ratio_of_sums(*zip(*parts, strict=True))
             inside[name] += low <= 100.0 <= high
-    assert inside["blocks"] / 150 > 0.8
+    assert inside["blocks"] / 150 > 0.9
     assert inside["slices"] / 150 < 0.65  # deliberately broken: each slice for itself
 
 

@@ -27,7 +27,7 @@ from trtspec.verify.sanity import impossible_speedup
 
 SLICE_STEPS = 8
 """Steps that a side runs before the others have their turn."""
-_MOST_BLOCKS, _FEWEST_BLOCKS = 20, 6
+_MOST_BLOCKS, _FEWEST_BLOCKS = 10, 6
 _NONE: Interval = (-math.inf, math.inf)
 CLOCK = "in process, sides in turn, each on a clock of its own that stands while others run"
 _CLOCK = f"{CLOCK}; HTTP, tokenizing and text are not in it"
@@ -307,8 +307,9 @@ def _side_by_side(of: Mapping[str, list[Row]]) -> Mapping[str, list[Row]]:
 
 
 def _blocks(values: Sequence[tuple[float, ...]]) -> list[list[float]]:
-    """Sums over consecutive ``values``, at most :data:`_MOST_BLOCKS` of them and as equal as can be."""
-    count = min(_MOST_BLOCKS, len(values))
+    """Sums over consecutive ``values``, two or more of them, at most :data:`_MOST_BLOCKS` and as equal as can
+    be: neighbours are alike, so that few long blocks are surer than many short ones."""
+    count = min(_MOST_BLOCKS, max(len(values) // 2, min(len(values), 1)))
     parts = np.array_split(np.asarray(values, dtype=np.float64), count) if count else []
     return [[float(total) for total in part.sum(axis=0)] for part in parts]
 
