@@ -508,3 +508,18 @@ def test_a_score_that_its_output_does_not_get_is_seen():
     assert judge_task("t", believed, margin=None).verdict is Verdict.MEASURED  # code is not run again
     older = [{key: value for key, value in row.items() if key != "asked"} for row in rows]
     assert judge_task("t", older, margin=None).verdict is Verdict.MEASURED
+
+
+@pytest.mark.parametrize("kind", ["code", "judge"])
+def test_a_program_in_the_records_is_not_run(tmp_path, kind):
+    """A bundle is somebody's: its rows may claim that an answer was code."""
+    told = {"task": "t", "target_error": "", "baseline_error": "", "target_why": "", "baseline_why": ""}
+    program = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    tmp_path.chmod(0o777)
+    asked = {"answers": [program], "extract": "", "ignore_case": False}
+    row = {**told, "id": "a", "kind": kind, "asked": asked, "target": 1.0, "baseline": 1.0,
+           "target_output": program, "baseline_output": program}  # fmt: skip
+    assert judge_task("t", [row], margin=None).verdict is Verdict.MEASURED
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(ValueError, match="no pattern"):
+        judge_task("t", [{**row, "kind": "regex", "asked": {**asked, "answers": ["("]}}], margin=None)

@@ -443,7 +443,8 @@ def question_of(item: Item) -> dict[str, Any] | None:
 
 
 def graded_again(row: Mapping[str, Any], side: str) -> float | None:
-    """The score that the output (or the log-likelihoods) in a row deserves; None where it does not tell."""
+    """The score that the output (or the log-likelihoods) in a row deserves; None where it does not tell.
+    Raises ValueError for a row that makes no sense."""
     asked = row.get("asked")
     if asked is None:
         return None
@@ -451,6 +452,8 @@ def graded_again(row: Mapping[str, Any], side: str) -> float | None:
         logprobs = row[f"{side}_logprobs"]
         others = [value for number, value in enumerate(logprobs) if number != asked["right"]]
         return float(logprobs[asked["right"]] > max(others))
+    if row["kind"] not in ("exact", "regex"):
+        return None  # nothing that stands in a file of somebody's is run
     item = Item(
         str(row["id"]),
         str(row["task"]),
@@ -461,7 +464,10 @@ def graded_again(row: Mapping[str, Any], side: str) -> float | None:
         extract=asked["extract"],
         ignore_case=asked["ignore_case"],
     )
-    return grade(item, row[f"{side}_output"])[0]
+    try:
+        return grade(item, row[f"{side}_output"])[0]
+    except re.error as error:
+        raise ValueError(f"no pattern: {error}") from None
 
 
 def program_of(item: Item, output: str) -> str:
