@@ -14,6 +14,7 @@ from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.bundle import write_bundle
 from trtspec.verify.endpoint import connect
 from trtspec.verify.endpoint_check import EndpointSettings, verify_endpoints
+from trtspec.verify.endpoint_sampled import DrawSettings
 from trtspec.verify.endpoint_verdict import judge_endpoints
 from trtspec.verify.gates import Verdict
 from trtspec.verify.load_prompts import stream_of_chats
@@ -306,3 +307,24 @@ def test_margins_far_wider_than_the_baselines_own_are_no_ties():
     assert "no rounding does that" in check(4, 2.0, 0.1).summary
     assert check(4, 0.3, 0.1).verdict is Verdict.INCONCLUSIVE  # wider, but as rounding can be
     assert check(1, 2.0, 0.1).verdict is Verdict.INCONCLUSIVE  # one place tells little of the floor's width
+
+
+def test_what_was_asked_before_ctrl_c_is_judged():
+    settings = EndpointSettings(
+        **{**vars(SMALL), "rounds": 1, "parameters": True, "draws": DrawSettings(bias=0.3)}
+    )
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if stage.startswith("sampled"):
+            raise KeyboardInterrupt
+
+    with serving(Fake(per_step=2, counters=True), Fake(counters=True)) as urls:
+        ends = [connect(url, timeout_s=5.0) for url in urls]
+        report = verify_endpoints(*ends, CHATS, settings, on_progress=stop)
+    checks = {check.name: check for check in report.checks}
+    assert checks["lossless"].verdict is Verdict.PASS
+    for name in ("sampled", "sampling_parameters"):
+        assert (checks[name].verdict, checks[name].required) == (Verdict.SKIPPED, True)
+        assert "Ctrl-C" in checks[name].summary
+    assert report.exit_code == 4  # never a pass
+    assert any("stopped by Ctrl-C" in note for note in report.notes)

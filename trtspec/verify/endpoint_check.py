@@ -155,19 +155,34 @@ def verify_endpoints(
             rows += [reply_row(reply, side, "timed", 0) for _, reply in found]
         for side, one in endpoints.items():
             counters[side].append(draft_counters(one))
+    stopped = False
+
+    def unless_stopped(name: str, asked: Callable[[], list[Check]]) -> list[Check]:
+        """What ``asked`` finds. Ctrl-C ends the asking, not the report: what was asked before is judged."""
+        nonlocal stopped
+        if not stopped:
+            try:
+                return asked()
+            except KeyboardInterrupt:
+                stopped = True
+        return [skipped(name, "stopped by Ctrl-C before it was done", True)]
+
     asked_quality: list[Check] = []
     if quality is not None:
-        stage = partial(stage_of, on_progress)
-        asked_quality = check_endpoint_quality(
-            quality, endpoints, rows, concurrency=settings.concurrency, stage=stage
+        stage, plan = partial(stage_of, on_progress), quality
+        asked_quality = unless_stopped(
+            "quality",
+            lambda: check_endpoint_quality(
+                plan, endpoints, rows, concurrency=settings.concurrency, stage=stage
+            ),
         )
-    sampled = _sampled(endpoints, chats, settings, rows, on_progress)
+    sampled = unless_stopped("sampled", lambda: _sampled(endpoints, chats, settings, rows, on_progress))
     # Last: vLLM 0.32 with n-grams on a CPU dies of top_k 1 at temperature 2.
-    honoured = (
-        _parameters(endpoints, chats, settings, on_progress)
-        if settings.parameters
-        else skipped("sampling_parameters", "not asked for (--no-parameters)")
-    )
+    honoured = [skipped("sampling_parameters", "not asked for (--no-parameters)")]
+    if settings.parameters:
+        honoured = unless_stopped(
+            "sampling_parameters", lambda: [_parameters(endpoints, chats, settings, on_progress)]
+        )
     objectives = asdict(Objectives(settings.ttft_s, settings.tpot_s, settings.e2e_s))
     for side in SIDES:
         checks += judge_latency(
@@ -182,7 +197,7 @@ def verify_endpoints(
         )
     first = judge_endpoints(
         rows,
-        margins=_ask_margins(endpoints["baseline"], chats, rows, settings.max_new_tokens),
+        margins=[] if stopped else _ask_margins(endpoints["baseline"], chats, rows, settings.max_new_tokens),
         load=load,
         max_new_tokens=settings.max_new_tokens,
         draft_tokens=settings.draft_tokens,
@@ -232,7 +247,7 @@ def verify_endpoints(
             **{f"{side}_aiperf": shlex.join(one.argv) for side, one in driven.items()},
         },
         seconds=round(time.monotonic() - began, 1),
-        checks=(*first, *sampled, honoured, *asked_quality, *_not_shown(quality is None), *checks),
+        checks=(*first, *sampled, *honoured, *asked_quality, *_not_shown(quality is None), *checks),
         notes=(
             "two endpoints, by the clock of this client: the machine named here is the client's",
             f"acceptance of url: {settings.acceptance or 'strict'}{assumed}",
@@ -241,6 +256,7 @@ def verify_endpoints(
                 if settings.other_weights
                 else ()
             ),
+            *(("stopped by Ctrl-C: what was not asked by then is SKIPPED",) if stopped else ()),
             *(AIPERF_NOTES if driven else ()),
         ),
         fidelity="approximate" if approximate else "strict",
@@ -329,7 +345,7 @@ def _sampled(
         concurrency=settings.concurrency,
         drafted=_drafted(endpoints["url"]),
         greedy=drafts_by_prompt(rows),
-        on_progress=stage_of(on_progress, "sampled: url, baseline, control"),
+        stage=partial(stage_of, on_progress),
     )
     return [found]
 

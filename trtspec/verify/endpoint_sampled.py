@@ -172,7 +172,7 @@ def check_sampled(
     concurrency: int,
     drafted: Callable[[], float | None] = lambda: None,
     greedy: Mapping[str, float] | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    stage: Callable[[str], Callable[[int, int], None]] = lambda name: lambda done, total: None,
 ) -> Check:
     """Draw look by look, ``concurrency`` requests at a time, until a look rejects or all is drawn.
 
@@ -212,6 +212,8 @@ def check_sampled(
     if settings.seconds is not None and seconds > settings.seconds:
         reason = f"would take about {seconds:.0f} s, over {settings.seconds:.0f} s; --sampled runs it"
         return skipped("sampled", reason)
+    most = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    on_progress = stage(f"sampled: url, baseline, control, {most} at most")
     rows: list[Row] = []
     before, had = drafted(), 0
     for share in LOOKS:
