@@ -142,6 +142,7 @@ def test_an_engine_that_is_built_anew_meanwhile_has_no_verdict(built, tmp_path, 
         (("--matrix", "r.yaml", "--tasks", "builtin"), "--tasks: has no meaning with --matrix"),
         (("--matrix", "r.yaml", "--no-sampled"), "--sampled: has no meaning with --matrix"),
         (("--plan", "-o", "x"), "--output: has no meaning with --plan"),
+        (("nowhere", "--lm-eval", " ,"), "--lm-eval: names no task"),
         (("--self-test", "--quick"), "--quick: has no meaning with --self-test"),
     ],
 )

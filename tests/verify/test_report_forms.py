@@ -321,6 +321,13 @@ def test_chinese_lines_fit_the_terminal():
 # --------------------------------------------------------------------------- JUnit
 
 
+def test_a_long_name_leaves_its_text_the_room_of_others():
+    made = made_report(Check("task:" + "x" * 90, Verdict.MEASURED, "one two " * 40, False))
+    lines = render.terminal(made).splitlines()
+    assert max(map(len, lines)) <= 110
+    assert sum("one two" in line for line in lines) < 10
+
+
 def test_junit_fails_where_the_report_does():
     root = ElementTree.fromstring(junit(full_report()).split("\n", 1)[1])
     checks, pitfalls = root.findall("testsuite")

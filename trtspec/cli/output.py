@@ -2,7 +2,8 @@
 
 ``--json`` prints one object on stdout: ``{"trtspec": {"schema": "trtspec.VERB/1", "version": ...}, ...}``; an
 error prints ``{"trtspec": {"schema": "trtspec.error/1", ...}, "exit_code": 2, "problems": [{"file", "line",
-"key", "message"}]}`` there instead. Progress and warnings go to stderr, results to stdout.
+"key", "message"}]}`` there instead; a result that is there and cannot be written to the file that was asked
+for stands on stdout, its error on stderr. Progress and warnings go to stderr, results to stdout.
 """
 
 from __future__ import annotations

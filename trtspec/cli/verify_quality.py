@@ -71,6 +71,8 @@ class QualityOptions:
     def applied(self, settings: Settings) -> Settings:
         """``settings`` with these; what was not given stays as it is."""
         names = tuple(name.strip() for name in (self.lm_eval or "").split(",") if name.strip())
+        if self.lm_eval is not None and not names:
+            raise InputError(Problem("names no task; give them separated by commas", key="--lm-eval"))
         given = {
             "tasks": self.tasks or None,
             "task_limit": self.task_limit,

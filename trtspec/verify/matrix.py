@@ -54,7 +54,7 @@ class MatrixSettings:
     rounds: int = 2
 
 
-QUICK = MatrixSettings(2, 12, 600, 2, 12, 1)
+QUICK = MatrixSettings(2, 12, 1000, 3, 12, 1)
 
 
 def quantization_of(name: str, base: Recipe, inputs: Sequence[int]) -> Quantization:

@@ -39,6 +39,9 @@ def terminal(report: Report, width: int = 100, lang: Lang = "en") -> str:
     names = min(max((len(check.name) for check in report.checks), default=0), _LONGEST_NAME)
     for check in report.checks:
         head = f"{_padded(say(check.verdict.name), _VERDICT_WIDTH)} {check.name:<{max(names, _NAMES_WIDTH)}} "
+        if _columns(head) > width // 2:  # beside such a name its text would have no room
+            lines.append(head.rstrip())
+            head = " " * (_VERDICT_WIDTH + max(names, _NAMES_WIDTH) + 2)
         room = max(width - _columns(head), 30)
         text = check.summary + _need(check, say)
         title = check_title(check.name, say)
