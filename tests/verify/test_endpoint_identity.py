@@ -187,3 +187,33 @@ def test_counters_that_stand_still_or_fall_do_not_clear_a_baseline():
     )  # others ask too
     for counted in ({**none, "generated": 0.0}, {**none, "drafts": -9.0, "generated": 144.0}):
         assert judge_plain_baseline(rows, counted).verdict is Verdict.SKIPPED
+
+
+def test_a_speedup_of_a_server_that_sends_one_token_at_a_time_is_doubted():
+    def doubts(pieces: int, seconds: float) -> tuple[str, ...]:
+        rows = [
+            {**one, "pieces": pieces, "seconds": seconds if one["side"] == "baseline" else 1.0}
+            for one in rows_of(honest)
+        ]
+        arguments = {
+            "load": "",
+            "max_new_tokens": 8,
+            "draft_tokens": None,
+            "min_speedup": None,
+            "counters": {},
+        }
+        return next(one for one in judge_endpoints(rows, **arguments) if one.name == "speedup").warnings
+
+    assert "url sends one token at a time" in doubts(4, 3.0)[0]
+    assert doubts(2, 3.0) == doubts(4, 1.0) == ()
+
+
+def test_a_side_that_counts_no_tokens_does_no_other_work():
+    rows = [{**one, "tokens": None if one["side"] == "url" else 4} for one in rows_of(honest)]
+    arguments = {"load": "", "max_new_tokens": 8, "draft_tokens": None, "min_speedup": 0.5, "counters": {}}
+
+    def speedup(rows: Sequence[Mapping[str, Any]]) -> Verdict:
+        return next(one for one in judge_endpoints(rows, **arguments) if one.name == "speedup").verdict
+
+    assert speedup(rows) is Verdict.PASS
+    assert speedup([{**one, "text": one["text"] + one["side"]} for one in rows]) is Verdict.SKIPPED
