@@ -578,7 +578,10 @@ def test_impossible_counts_are_errors() -> None:
     def verdict(*answers: Completion) -> Verdict:
         return check_acceptance(answers, draft_limit=4, bound=1.5).verdict
 
-    assert verdict(completion(20, 10), completion(20, 10)) is Verdict.PASS
+    assert verdict(*[completion(20, 10)] * 12) is Verdict.PASS
+    assert verdict(*[completion(20, 10)] * 2) is Verdict.INCONCLUSIVE, (
+        "two that are alike may be so by chance"
+    )
     assert verdict(completion(20, 21), completion(20, 21)) is Verdict.ERROR, "less than a token a step"
     assert verdict(completion(20, 3), completion(20, 3)) is Verdict.ERROR, "more than drafts allow"
     assert verdict(completion(20, 10, 3, 9), completion(20, 10, 3, 9)) is Verdict.ERROR

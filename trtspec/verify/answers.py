@@ -26,7 +26,7 @@ def answers(report: Report, say: Say) -> list[tuple[str, str]]:
     """(question, answer) in words; none of what the report has no checks for, as that of a matrix."""
     checks = report.checks
     found = (
-        ("lossless", _lossless(report, say)),
+        ("acceptance" if report.fidelity == "approximate" else "lossless", _lossless(report, say)),
         ("quality", _quality([one for one in checks if _is_quality(one)], say)),
         ("faster", _faster([one for one in checks if _base(one) in _FASTER], say)),
         ("load", _loads([one for one in checks if _base(one) in _FASTER], say)),

@@ -253,6 +253,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "item": ("{name}: {text}", "{name}：{text}"),
     # the answers
     "ask.lossless": ("lossless?", "无损？"),
+    "ask.acceptance": ("acceptance?", "接受方式？"),
     "ask.quality": ("good enough?", "质量够用？"),
     "ask.faster": ("faster?", "更快？"),
     "ask.load": ("at which load?", "在何种负载下？"),
