@@ -292,7 +292,8 @@ def test_log_probabilities_that_are_none_are_not_taken():
     for value, told in (
         ("-1.5", ""),
         ("0.001", ""),
-        ("5.0", "more than 0"),
+        ("5.0", "none: 5 is among them"),
+        ("-1e999", "none: -inf is among them"),
         ("NaN", "without"),
         ("9" * 400, "without"),
     ):

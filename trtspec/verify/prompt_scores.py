@@ -63,8 +63,8 @@ def prompt_scores(endpoint: Endpoint, prompt: str | Sequence[int]) -> PromptScor
             raise ValueError("another number of tokens than of log-probabilities")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
         raise Silent("its completions come without the log-probabilities of the prompt (echo)") from None
-    if (most := max(found[1:])) > MOST_LOGPROB:
-        raise Silent(f"its log-probabilities of the prompt are none: {most:.3g} is more than 0 (echo)")
+    if wrong := [one for one in found[1:] if not -math.inf < one <= MOST_LOGPROB]:
+        raise Silent(f"its log-probabilities of the prompt are none: {wrong[0]:.3g} is among them (echo)")
     return PromptScores(tuple(tokens[:count]), tuple(found), tuple(map(str, likely)))
 
 
