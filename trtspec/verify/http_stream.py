@@ -288,6 +288,12 @@ _FAILURES = (OSError, http.client.HTTPException, ValueError, OverflowError)
 """What http.client raises: the last two where lengths or chunk sizes are no sizes."""
 
 
+_CLOSED = (
+    http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError,
+    ssl.SSLZeroReturnError,
+)  # fmt: skip
+
+
 def _why(endpoint: Place, error: Exception) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nothing answers there; start the server, or check the URL"
@@ -295,7 +301,7 @@ def _why(endpoint: Place, error: Exception) -> str:
         return str(error)
     if isinstance(error, TimeoutError):
         return f"no answer for {endpoint.timeout_s:g} s; gave up (--timeout)"
-    if isinstance(error, (http.client.IncompleteRead, http.client.RemoteDisconnected, ConnectionError)):
+    if isinstance(error, _CLOSED):
         return "the server closed the connection before its answer was complete: it stopped or died"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted here: {error.verify_message}"
