@@ -258,6 +258,29 @@ def test_an_untouched_bundle_that_is_sealed_again_passes(bundle):
     assert recheck(bundle).exit_code == 0
 
 
+@pytest.mark.parametrize("name", ["lossless", "acceptance", "speedup"])
+@pytest.mark.parametrize("instead", [None, "skipped"])
+def test_a_check_that_a_gate_asks_for_cannot_be_taken_out(bundle, name, instead):
+    """Out of report, records and manifest at once, or left there as one that was skipped and need not be."""
+
+    def of_report(value: dict[str, Any]) -> None:
+        found = check_of(value, name)
+        if instead is None:
+            value["checks"].remove(found)
+        else:
+            found.update(verdict="SKIPPED", required=False)
+
+    def of_manifest(value: dict[str, Any]) -> None:
+        value["judged"] = [one for one in value["judged"] if one["checks"] != [name]]
+
+    assert recheck(bundle).problems == ()
+    edit(bundle / "report.json", of_report)
+    edit(bundle / "manifest.json", of_manifest)
+    sealed(bundle)
+    gate = {"lossless": "lossless", "acceptance": "min_acceptance_length", "speedup": "min_speedup"}[name]
+    assert f"report.json: gates.{gate} is set, and no required check is about it" in recheck(bundle).problems
+
+
 def problems_after(folder: Path, change: Callable[[Path], object]) -> Recheck:
     change(folder)
     return recheck(folder)

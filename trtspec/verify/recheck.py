@@ -9,18 +9,14 @@ the manifest's SHA-256 that ``verify --bundle`` prints.
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from trtspec.artifact import tool_versions
 from trtspec.errors import EXIT_GATE_FAILED, EXIT_INCONCLUSIVE, EXIT_PASS, TrtspecError
-from trtspec.recipe import Recipe
 from trtspec.recipe_file import recipe_digest
 from trtspec.ruler import Run
 from trtspec.verify import (
@@ -40,6 +36,7 @@ from trtspec.verify.bundle import Bundle, open_bundle
 from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.pair import question_of
+from trtspec.verify.recheck_gates import equal, gates_asked, other_gates, recipe_of, short, unanswered
 from trtspec.verify.records import Records, Row, answers_from
 from trtspec.verify.report import VERDICT_WORDS, check_fields, pitfall_fields, pitfalls, plain
 
@@ -47,7 +44,6 @@ Status = Literal["same", "differs", "no records"]
 _DAMAGE = (TrtspecError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """What records make of the code that reads them once somebody changed them: it must end as a finding."""
 _WORDING = ("summary", "how", "warnings", "details")
-_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -89,10 +85,8 @@ def recheck(folder: Path) -> Recheck:
         fresh: dict[str, Check] = {}
         failure = "its records are missing or broken"
         if judged.records is not None:
-            asked = _gates_asked(bundle, judged.records)
-            problems += _problems(
-                ", ".join(judged.checks), _other_gates, judged.checks, judged.records, asked
-            )
+            asked = gates_asked(bundle, judged.records)
+            problems += _problems(", ".join(judged.checks), other_gates, judged.checks, judged.records, asked)
             fresh, failure = _again(judged.records)
         for name in judged.checks:
             findings[name] = _finding(name, stored.get(name), fresh.get(name), failure, same_version)
@@ -143,7 +137,7 @@ def _finding(
             theirs[key] = {inner: theirs[key].get(inner) for inner in mine[key] if inner in theirs[key]}
             mine[key] = {inner: mine[key][inner] for inner in theirs[key]}
         for place, left, right in _different(mine[key], theirs[key], key):
-            differences.append(f"{place}: {_short(left)} in the report, {_short(right)} from the records")
+            differences.append(f"{place}: {short(left)} in the report, {short(right)} from the records")
     return Finding(name, stored.verdict.value, "differs" if differences else "same", tuple(differences))
 
 
@@ -154,22 +148,8 @@ def _different(left: Any, right: Any, place: str) -> Iterator[tuple[str, Any, An
     elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         for number, (one, other) in enumerate(zip(left, right, strict=True)):
             yield from _different(one, other, f"{place}[{number}]")
-    elif not _equal(left, right):
+    elif not equal(left, right):
         yield place, left, right
-
-
-def _equal(left: Any, right: Any) -> bool:
-    numbers = (int, float)
-    if isinstance(left, numbers) and isinstance(right, numbers) and bool not in (type(left), type(right)):
-        if max(abs(left), abs(right)) > 1e308:  # a whole number may be more than a float holds
-            return left == right
-        return math.isclose(left, right, rel_tol=_TOLERANCE, abs_tol=1e-12)
-    return type(left) is type(right) and bool(left == right)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 # --------------------------------------------------------------------------- the report as a whole
@@ -181,7 +161,7 @@ def _whole(bundle: Bundle) -> list[str]:
     report = bundle.report
     for key, value in (("verdict", VERDICT_WORDS[report.exit_code]), ("exit_code", report.exit_code)):
         if bundle.stored.get(key) != value:
-            found = _short(bundle.stored.get(key))
+            found = short(bundle.stored.get(key))
             problems.append(f"report.json: {key}: {found} in the report, {value!r} follows from its checks")
     wanted = plain([pitfall_fields(one) for one in pitfalls(report)])
     statuses = [[(one.get("id"), one.get("status")) for one in side] for side in (_pitfalls(bundle), wanted)]
@@ -191,11 +171,12 @@ def _whole(bundle: Bundle) -> list[str]:
         return problems  # two endpoints: no recipe is known
     if report.other and report.other.get("question") != question_of(report):
         problems.append("report.json: other.question: not what the two targets make it")
+    problems += [f"report.json: {line}" for line in unanswered(report)]
     sides: list[tuple[str, Any, Any]] = [("", report.recipe, report.recipe_digest)]
     if report.other:
         sides.append(("other.", report.other.get("recipe", {}), report.other.get("recipe_digest")))
     for place, stored, digest in sides:
-        recipe = _recipe(stored)
+        recipe = recipe_of(stored)
         if recipe is None or recipe_digest(recipe) != digest:
             problems.append(f"report.json: {place}recipe: its digest is not {place}recipe_digest")
     return problems
@@ -242,7 +223,7 @@ def _books(bundle: Bundle) -> list[str]:
 
 
 def _common(left: Row, right: Row) -> bool:
-    return all(_equal(left[key], right[key]) for key in left if key in right)
+    return all(equal(left[key], right[key]) for key in left if key in right)
 
 
 def _adds_up(row: Row) -> bool:
@@ -266,100 +247,6 @@ def _adds_up(row: Row) -> bool:
 def _pitfalls(bundle: Bundle) -> list[Mapping[str, Any]]:
     found = bundle.stored.get("pitfalls")
     return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
-
-
-def _recipe(value: Mapping[str, Any]) -> Recipe | None:
-    try:
-        return Recipe.model_validate(value)
-    except ValidationError:
-        return None
-
-
-def _gates_asked(bundle: Bundle, records: Records) -> Mapping[str, Any]:
-    """The recipe; of endpoints, which have none, what stands in the settings as gates of quality."""
-    report = bundle.report
-    if not report.recipe and records.judge in ("quality", "task", "retrieval", "degenerate"):
-        return {"gates": report.settings.get("gates")}
-    return report.recipe
-
-
-def _other_gates(names: Sequence[str], records: Records, recipe: Mapping[str, Any]) -> list[str]:
-    """Gates in the records that are not those of the recipe."""
-    if records.judge == "against_other":
-        from trtspec.verify.versus import VS, inner_records
-
-        return _other_gates([name.removeprefix(VS) for name in names], inner_records(records), recipe)
-    arguments, problems = records.arguments, []
-    gates = recipe.get("gates") if isinstance(recipe.get("gates"), Mapping) else {}
-    for name in names:
-        match records.judge:
-            case "lossless":
-                key, found = "lossless", arguments.get("required")
-            case "sampled" | "parameters":
-                raw = records.tables.get("raw") or [{}]
-                key, found = "lossless", raw[0].get("required")
-            case "quality":
-                key, found = "max_perplexity_ratio", arguments.get("bound")
-            case "approximate":
-                key, found = "max_perplexity_ratio", arguments.get("margin")
-            case "divergence":
-                key = {
-                    "mean_kl": "max_mean_kl",
-                    "p99_kl": "max_p99_kl",
-                    "same_top_token": "min_same_top_token",
-                }.get(name, name)
-                found = arguments.get(key)
-            case "task" | "retrieval" | "degenerate":
-                suffix = "rise" if records.judge == "degenerate" else "loss"
-                key, found = f"max_{records.judge}_{suffix}", arguments.get("margin")
-            case "acceptance" | "gpu_acceptance":
-                key, found = "min_acceptance_length", arguments.get("bound")
-            case "speed" | "gpu_speed":
-                key, found = f"min_{name}", arguments.get("bound")
-                if arguments.get("over") == "other":
-                    key = "min_speedup_over_baseline"
-            case "served":
-                problems += _other_load(name, arguments, gates or {})
-                continue
-            case "matrix":
-                if name == names[0]:  # one judge made them all
-                    problems += _other_matrix(name, arguments, recipe)
-                continue
-            case _:
-                continue
-        if gates and gates.get(key) != found:
-            problems.append(
-                f"{name}: judged by a gate of {found!r}, the recipe's {key} is {gates.get(key)!r}"
-            )
-    return problems
-
-
-def _other_load(name: str, arguments: Mapping[str, Any], gates: Mapping[str, Any]) -> list[str]:
-    """Where latency was judged by other gates, or under another load, than the recipe's."""
-    judged = dict(arguments.get("gates", {}))
-    load = gates.get("load") or {}
-    if any(load.get(key) is not None for key in ("concurrency", "rate_per_s")):
-        judged |= {f"load.{key}": arguments.get(key) for key in ("concurrency", "rate_per_s")}
-        judged |= {f"slo.{key}": value for key, value in arguments.get("slo", {}).items()}
-    problems = []
-    for key, found in judged.items():
-        section, _, inner = key.partition(".")
-        wanted = (gates.get(section) or {}).get(inner) if inner else gates.get(key)
-        if gates and wanted != found:
-            problems.append(f"{name}: judged by {key} {found!r}, the recipe's gates.{key} is {wanted!r}")
-    return problems
-
-
-def _other_matrix(name: str, arguments: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """What a matrix was judged with and the recipe does not say."""
-    from trtspec.verify.matrix_verdict import asked_of_matrix
-
-    known = _recipe(recipe)
-    return [
-        f"{name}: judged with {key} {_short(arguments[key])}, the recipe makes it {_short(value)}"
-        for key, value in ({} if known is None else asked_of_matrix(known)).items()
-        if key in arguments and not _equal(arguments[key], value)
-    ]
 
 
 # --------------------------------------------------------------------------- judges
