@@ -39,6 +39,9 @@ def server(**said: bytes | Callable[[Write], None]) -> Iterator[str]:
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
+            if self.rfile.peek(1)[:1] == b"\x16":  # a TLS handshake
+                self.wfile.write(page(b"", "400 Bad Request"))
+                return
             path = self.rfile.readline().split()[1].decode().rstrip("/").rpartition("/")[2]
             length = 0
             while (line := self.rfile.readline().strip().lower()) != b"":
