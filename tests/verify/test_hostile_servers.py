@@ -15,6 +15,7 @@ import pytest
 from trtspec.cli import main
 from trtspec.errors import InputError, MissingError, TrtspecError
 from trtspec.prompts import Chat
+from trtspec.verify.arrivals import closed_loop
 from trtspec.verify.endpoint import Endpoint, Reply, ask, connect
 from trtspec.verify.endpoint_margins import margins
 from trtspec.verify.http_stream import parts_of, without_secrets
@@ -109,15 +110,15 @@ def test_a_page_that_drips_ends_in_time(head: bytes, unit: bytes):
     assert "an answer took over 0.3 s" in refusal(drip(head, unit))
     with server(metrics=drip(head, unit)) as url:
         assert draft_counters(there(url, 0.3)) is None
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
 
 
 def test_a_line_that_drips_and_comments_without_end_end_in_time():
-    for unit in (b"x", b": ping\n\n", b"\n"):
-        began = time.monotonic()
-        error = asked(drip(OK + (b"data: {" if unit == b"x" else b""), unit), timeout_s=0.05).timed.error
-        assert error == "an answer took over 1 s; gave up"
-        assert time.monotonic() - began < 3
+    began = time.monotonic()
+    scripts = [drip(OK + b"data: {", b"x"), drip(OK, b": ping\n\n"), drip(OK, b"\n")]
+    replies = closed_loop(lambda number, _: asked(scripts[number], timeout_s=0.1), 3, 3)
+    assert [reply.timed.error for reply in replies] == ["an answer took over 2 s; gave up"] * 3
+    assert time.monotonic() - began < 10
 
 
 def test_an_answer_without_end_is_left():
