@@ -177,6 +177,18 @@ def test_answers_that_are_kept_from_before_are_no_speed():
         assert judge_comparable(timed(fair), {}).verdict is Verdict.MEASURED
 
 
+def test_prefixes_that_both_keep_are_no_advantage_of_the_faster_one():
+    """Ten seconds of prompt, two of answer, 2.5 times as fast with drafts: 13 times as fast again, or 6."""
+    rows = rows_of(honest)
+    for one in rows:
+        new = (one["at"], one["round"]) == ("alone", 0)
+        one["seconds"] = 10.0 * new + (0.8 if one["side"] == "url" else 2.0)
+    assert judge_comparable(rows, {}).verdict is Verdict.MEASURED
+    for one in rows:  # and where the baseline keeps none
+        one["seconds"] += 10.0 * (one["side"] == "baseline" and one["seconds"] < 10)
+    assert judge_comparable(rows, {}).verdict is Verdict.INCONCLUSIVE
+
+
 def test_counters_that_stand_still_or_fall_do_not_clear_a_baseline():
     rows = rows_of(honest)  # 36 answers of the baseline, 4 tokens each
     none = {"drafts": 0.0, "drafted": 0.0, "accepted": 0.0}

@@ -312,18 +312,20 @@ def _kept_answers(rows: Sequence[Row]) -> list[str]:
             first[side].setdefault(key, seconds)
         else:
             again[side][key] = min(seconds, again[side].get(key, math.inf))
-    ratios = {
-        side: {key: first[side][key] / again[side][key] for key in first[side] if key in again[side]}
-        for side in first
-    }
-    both = [key for key in ratios["url"] if key in ratios["baseline"]]
+    both = [
+        key for key in first["url"] if all(key in found[side] for found in (first, again) for side in first)
+    ]
     if len(both) < _FEWEST_AGAIN:
         return []
+    # Seconds, not factors: prefixes that both keep save both as many, which is more of a faster one's time.
+    saved = {side: {key: first[side][key] - again[side][key] for key in both} for side in first}
     for mine, theirs in (("url", "baseline"), ("baseline", "url")):
-        faster = [key for key in both if ratios[mine][key] > 2 * max(1.0, ratios[theirs][key])]
+        faster = [
+            key for key in both if saved[mine][key] - max(0.0, saved[theirs][key]) > 0.5 * first[mine][key]
+        ]
         if len(faster) < 0.9 * len(both):
             continue
-        middle = {side: median(ratios[side][key] for key in both) for side in ratios}
+        middle = {side: median(first[side][key] / again[side][key] for key in both) for side in first}
         return [
             f"asked again, {mine} answers {middle[mine]:.1f} times as fast as at first, {theirs} "
             f"{middle[theirs]:.1f} times: it keeps answers or prompts, or first had to warm up, and the "
