@@ -339,3 +339,11 @@ def test_a_prompt_that_a_server_refuses_is_no_division_by_zero():
         found = verdict_of([*draws, *more])
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "requests of" in found.summary
+
+
+def test_a_bias_that_two_answers_would_show_has_looks_at_more():
+    huge = DrawSettings(prompts=1, bias=1e6, tokens=16)
+    with serving(Fake(step_s=0.0), Fake(step_s=0.0)) as urls:
+        sides = dict(zip(("url", "baseline"), (learn(connect(url), CHATS[0]) for url in urls), strict=True))
+        assert check_sampled(sides, CHATS[:1], huge, concurrency=4).verdict is Verdict.INCONCLUSIVE
+    assert (huge.needed, replace(huge, tokens=None).planned) == (20, 20)

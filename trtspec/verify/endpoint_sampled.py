@@ -55,6 +55,8 @@ _PILOT_ANSWERS = 4
 _DRAFTED_AN_ANSWER = 0.25
 """Fewer drafted tokens an answer test what is sampled without drafts."""
 _PRIME = 2**31 - 1
+_FEWEST_ANSWERS = 20
+"""However large a bias is asked for: the first look takes a quarter of them."""
 _PILOT, _MOST_PILOTS = len(STREAMS), 256
 _SIDES = ("baseline", "url", "baseline")
 """Who is asked for each stream."""
@@ -75,7 +77,7 @@ class DrawSettings:
     @property
     def needed(self) -> int:
         """Answers a prompt and stream after which the bias is found with power 0.99."""
-        return planned_answers(self.bias, self.prompts, alpha=ALPHA)
+        return max(_FEWEST_ANSWERS, planned_answers(self.bias, self.prompts, alpha=ALPHA))
 
     @property
     def drawn(self) -> int:
