@@ -160,8 +160,7 @@ def judge_throughput(
 
     told = f"tokens/s at {load} (baseline {rates['baseline'][0]:.1f}):"
     throughput = check("throughput", told, *rates["url"], "tokens/s")
-    surely = interval[0] if math.isfinite(interval[0]) else ratio
-    if length is not None and (problem := impossible_speedup(surely, length)):
+    if length is not None and (problem := impossible_speedup(interval[0], length)):
         text = f"{problem}; the baseline is slowed down, or weights or hardware differ"
         required = min_speedup_under_load is not None
         wrong = Check("speedup_under_load", Verdict.ERROR, text, required, how=how, evidence=evidence)
