@@ -21,7 +21,8 @@ from trtspec.verify.aiperf import drive
 from trtspec.verify.arrivals import closed_loop, open_loop, poisson_times
 from trtspec.verify.endpoint import Endpoint, ask, connect, learn
 from trtspec.verify.http_stream import get
-from trtspec.verify.latency import Objectives, Timed, quantile_of, rates, steady
+from trtspec.verify.latency import quantile_of
+from trtspec.verify.timed import Objectives, Timed, rates, steady
 
 _HISTOGRAMS = {
     "TTFT": "vllm:time_to_first_token_seconds",

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from trtspec.verify.arrivals import closed_loop, open_loop
-from trtspec.verify.latency import Objectives, Timed, judge_latency, rates, timed_rows
+from trtspec.verify.latency import judge_latency
+from trtspec.verify.timed import Objectives, Timed, rates, timed_rows
 
 PROGRAM = """
 import sys, time

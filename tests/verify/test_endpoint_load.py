@@ -19,7 +19,7 @@ from trtspec.verify.endpoint_load import (
     stretches_of,
 )
 from trtspec.verify.gates import Verdict
-from trtspec.verify.latency import Objectives, Timed, rates, steady, timed_rows, window_of
+from trtspec.verify.timed import Objectives, Timed, rates, steady, timed_rows, window_of
 
 SLOTS, TOKENS = 4, 10
 

@@ -9,19 +9,14 @@ import pytest
 
 from trtspec.verify.gates import Verdict
 from trtspec.verify.latency import (
-    Objectives,
-    Timed,
     judge_latency,
     late_client,
     oversaturated,
     quantile_of,
-    rates,
     requests_needed,
-    steady,
     throttled,
-    timed_from,
-    timed_rows,
 )
+from trtspec.verify.timed import Objectives, Timed, rates, steady, timed_from, timed_rows
 
 
 def made(number: int, sent: float, ttft: float, tpot: float, tokens: int = 20, **changes) -> Timed:

@@ -22,8 +22,9 @@ from trtspec.verify.endpoint_labels import PARAMETERS, judge_endpoint_parameters
 from trtspec.verify.endpoint_margins import margins, scored_margins
 from trtspec.verify.endpoint_verdict import judge_endpoints
 from trtspec.verify.gates import Verdict
-from trtspec.verify.latency import Timed, judge_latency, oversaturated, throttled, timed_rows
+from trtspec.verify.latency import judge_latency, oversaturated, throttled
 from trtspec.verify.server_counters import draft_counters, grown
+from trtspec.verify.timed import Timed, timed_rows
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_vllm_0_32.json").read_text())["exchanges"]
 CHAT = Chat("one-two", ({"role": "user", "content": "Say one two one two one two one two."},))

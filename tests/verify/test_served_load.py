@@ -23,12 +23,13 @@ from trtspec.text import Tokenizer
 from trtspec.verify import served_load
 from trtspec.verify.faults import Altered
 from trtspec.verify.gates import Verdict
-from trtspec.verify.latency import judge_latency, requests_needed, steady, timed_from
+from trtspec.verify.latency import judge_latency, requests_needed
 from trtspec.verify.recheck import rejudge
 from trtspec.verify.report import check_fields
 from trtspec.verify.served_load import check_served, drive, judge_driven, plan_served
 from trtspec.verify.served_verdict import _blocks, judge_served, with_load_gates
 from trtspec.verify.settings import LatencySettings, Settings
+from trtspec.verify.timed import steady, timed_from
 
 STEP_S, DELAY_S = 0.001, 0.02
 

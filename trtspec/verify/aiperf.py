@@ -26,7 +26,7 @@ from trtspec.errors import InputError, MissingError, Problem
 from trtspec.prompts import Chat
 from trtspec.user_files import parse_json, read_user_bytes, shown_path
 from trtspec.verify.endpoint import Endpoint
-from trtspec.verify.latency import Timed
+from trtspec.verify.timed import Timed
 
 VERSION = "0.13.0"
 INSTALL = (

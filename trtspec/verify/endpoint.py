@@ -34,7 +34,7 @@ from trtspec.verify.http_stream import (
     post,
     refused,
 )
-from trtspec.verify.latency import Timed
+from trtspec.verify.timed import Timed
 
 Protocol = Literal["triton", "openai"]
 _MOST_BYTES, _MOST_PIECES = 16_000_000, 10_000

@@ -29,11 +29,12 @@ from trtspec.verify.endpoint_quality import Plan, check_endpoint_quality
 from trtspec.verify.endpoint_sampled import DrawSettings, check_repetition, check_sampled, drafts_by_prompt
 from trtspec.verify.endpoint_verdict import SIDES, answers_of, judge_endpoints, same_answer
 from trtspec.verify.gates import Check, Verdict, skipped
-from trtspec.verify.latency import Objectives, Timed, judge_latency, timed_rows
+from trtspec.verify.latency import judge_latency
 from trtspec.verify.load_prompts import stream_of_chats
 from trtspec.verify.records import Row
 from trtspec.verify.report import Report
 from trtspec.verify.server_counters import draft_counters, grown
+from trtspec.verify.timed import Objectives, Timed, timed_rows
 
 _MOST_MARGINS = 40
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 from trtspec.stats import Interval, mean_interval
 from trtspec.verify.arrivals import closed_loop
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.latency import Timed, timed_from, window_of
 from trtspec.verify.records import Row
 from trtspec.verify.sanity import impossible_speedup
+from trtspec.verify.timed import Timed, timed_from, window_of
 
 MOST_STRETCHES, FEWEST_STRETCHES = 6, 3
 """With fewer there is no interval; more would spend the load on filling and draining."""

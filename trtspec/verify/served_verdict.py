@@ -20,10 +20,11 @@ from trtspec.recipe_facts import LOAD_GATES
 from trtspec.stats import Array, Interval, bootstrap, ratio_of_sums
 from trtspec.verify.endpoint_load import lost_to_stretches
 from trtspec.verify.gates import Check, Verdict, gated, skipped
-from trtspec.verify.latency import judge_latency, oversaturated, quantile_of, steady, timed_from
+from trtspec.verify.latency import judge_latency, oversaturated, quantile_of
 from trtspec.verify.records import Records, Row
 from trtspec.verify.report import Report
 from trtspec.verify.sanity import impossible_speedup
+from trtspec.verify.timed import steady, timed_from
 
 SLICE_STEPS = 8
 """Steps that a side runs before the others have their turn."""
