@@ -5,7 +5,6 @@ Triton: models of the LLM API (``sampling_param_*`` inputs, as trtspec's own ser
 ``trtllm-serve`` and others; token ids (vLLM), tokens a step (trtllm-serve) and draft counters (vLLM's
 ``/metrics``) are used where a server gives them. Nothing but the given URL is contacted, redirects are not
 followed, and every wait ends: ``timeout_s`` between two pieces, 20 times that for one answer.
-
 A request that fails in a load is a record with an error, not an exception.
 """
 
