@@ -98,16 +98,17 @@ def test_faster_means_that_the_whole_interval_is(one, word):
     assert asked(one)["faster?"].startswith(f"{word}: speedup")
 
 
-def test_the_load_is_said_with_only_if_there_was_one():
-    assert asked(speed(1.1, 1.2))["at which load?"] == "1 at a time only"
+def test_each_load_has_what_was_found_there():
+    assert asked(speed(1.1, 1.2))["at which load?"] == "1 at a time: yes (speedup)"
     two = check(
-        "speedup_under_load", Verdict.MEASURED, False, measured=1.0, evidence={"loads": ["8 at a time"]}
-    )
-    assert asked(speed(1.1, 1.2), two)["at which load?"] == "1 at a time; 8 at a time"
-    many = check(
-        "speedup_by_load", Verdict.MEASURED, False, evidence={"loads": [f"load {i}" for i in range(9)]}
-    )
-    assert asked(many)["at which load?"].startswith("9 of them")
+        "speedup_under_load", Verdict.MEASURED, False, measured=1.0, interval=(0.8, 1.2),
+        evidence={"loads": ["8 at a time"]},
+    )  # fmt: skip
+    said = asked(speed(1.1, 1.2), two)["at which load?"]
+    assert said == "1 at a time: yes (speedup); 8 at a time: not shown (speedup_under_load)"
+    listed = {"loads": [f"load {i}" for i in range(9)]}
+    many = check("speedup_by_load", Verdict.MEASURED, False, measured=1.2, evidence=listed)
+    assert asked(many)["at which load?"] == "9 loads, each with its interval"
     void = speed(1.1, 1.2, Verdict.ERROR)
     assert "at which load?" not in asked(void)
 

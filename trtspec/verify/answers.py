@@ -103,14 +103,20 @@ def _pace(check: Check) -> str:
 
 
 def _loads(checks: Sequence[Check], say: Say) -> str:
-    sound = [one for one in checks if one.verdict not in (Verdict.SKIPPED, Verdict.ERROR)]
-    listed = [found for one in sound if isinstance(found := one.evidence.get("loads"), (list, tuple))]
-    loads = list(dict.fromkeys(str(load) for found in listed for load in found))
-    if not loads:
-        return ""
-    if len(loads) > 3:
-        return say("answer.loads", n=len(loads))
-    return say("joined").join(loads) if len(loads) > 1 else say("answer.only", load=loads[0])
+    """Load by load what was found there; of many only their number."""
+    told: dict[str, list[str]] = {}
+    many = 0
+    for one in checks:
+        listed = one.evidence.get("loads")
+        pace = _pace(one)
+        if pace in ("not-run", "contradiction") or not isinstance(listed, (list, tuple)) or not listed:
+            continue
+        if len(listed) > 1:
+            many = max(many, len(listed))
+            continue
+        told.setdefault(str(listed[0]), []).append(f"{say(f'answer.{pace}')} ({one.name})")
+    found = [say("item", name=load, text=say("listed").join(names)) for load, names in told.items()]
+    return say("joined").join([*found, *([say("answer.loads", n=many)] if many else [])])
 
 
 def _figure(check: Check, say: Say) -> str:

@@ -273,7 +273,7 @@ class _Rig:
         limit = self._specimen.DRAFT_TOKENS
         contenders = [Contender("recipe", self._drafting(), limit), Contender("no_speculation", plain, 0)]
         found = race(contenders, self._prompts[:3], [10] * 3, rounds=1)
-        return check_speed(found, check_name="speedup", name="recipe", over="no_speculation", bound=0.01)
+        return check_speed(found, check_name="speedup", name="recipe", over="no_speculation", bound=None)
 
 
 class Altered:

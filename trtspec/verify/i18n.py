@@ -267,8 +267,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "answer.not-shown": ("not shown", "未能表明"),
     "answer.slower": ("slower", "更慢"),
     "answer.contradiction": ("no measurement", "未测得"),
-    "answer.loads": ("{n} of them, each with its interval", "共 {n} 种，各有区间"),
-    "answer.only": ("{load} only", "仅{load}"),
+    "answer.loads": ("{n} loads, each with its interval", "共 {n} 种负载，各有区间"),
     "answer.between": ("{low} to {high}", "{low} 至 {high}"),
     "listed": (", ", "、"),
     "terminal-head": (

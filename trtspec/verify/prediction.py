@@ -190,7 +190,10 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
     details = [
         f"acceptance: {expected:.2f} tokens a step after the first predicted, from all answers, "
         f"{left / in_race:.2f} in the race",
-        *(f"{name}: {1e3 * was:.1f} ms predicted, {1e3 * came:.1f} in the race" for name, was, came in ms),
+        *(
+            f"{name}: {1e3 * was:.1f} ms predicted for the race's steps, {1e3 * came:.1f} taken"
+            for name, was, came in ms
+        ),
     ]
     details = [
         f"{line} ({shares[name]:+.1%} of the predicted time {'without' if name == _PLAIN else 'with'} drafts)"
@@ -210,7 +213,7 @@ def judge_prediction(runs: Sequence[Row], steps: Sequence[Row], answers: Sequenc
             if name == "c"
             else f" ({ends[0]:.2f} to {ends[1]:.2f})"
         )
-        size = f"{value:.3g}" if name == "c" else f"{value:.2f}"
+        size = f"{value:,.0f}" if name == "c" and value >= 100 else f"{value:.2f}"
         details.append(f"{_TERMS_TOLD[name]}: {size}{unit}{between}")
     return Check(
         NAME,

@@ -52,7 +52,10 @@ def judge_scan(
         + ("cross-fitted over two halves of the prompts, " if cross_fitted else "of the same prompts, ")
         + "95 % bootstrap over prompts"
     )
-    own = f"{current['label']}: {current['length']:.2f} tokens a step, {rate:.1f} tokens/s predicted"
+    own = (
+        f"{current['label']}: {current['length']:.2f} tokens a step, {rate:.1f} tokens/s after the prompt, "
+        "predicted"
+    )
     if kept:
         summary = f"{priced} shapes scanned on {load}; in use, and as good as any (within 2 %): {own}"
     else:
@@ -63,8 +66,11 @@ def judge_scan(
         )
     warnings: tuple[str, ...] = ()
     if not kept:
-        doubt = "; not sure by these prompts, scan more" if not interval[0] > 1 else ""
-        warnings += (f"another shape pays more: trtspec draft measure ENGINE -o NEW_RECIPE writes it{doubt}",)
+        warnings += (
+            "another shape pays more: trtspec draft measure ENGINE -o NEW_RECIPE writes it"
+            if interval[0] > 1
+            else "another shape may pay more, which these prompts do not decide: --num-prompts asks more",
+        )
     if none["tokens_per_s"] >= max(rate, best_rate):
         warnings += ("drafting nothing is faster than all of them on this machine, one sequence at a time",)
     return Check(

@@ -30,7 +30,7 @@ from trtspec.verify.arrivals import poisson_times
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.latency import requests_needed
 from trtspec.verify.load_prompts import chats_for_loads, stream_of_prompts
-from trtspec.verify.served_verdict import SLICE_STEPS, judge_served
+from trtspec.verify.served_verdict import judge_served, slice_tokens
 from trtspec.verify.settings import Settings
 
 OUTPUT_TOKENS = 32
@@ -121,6 +121,7 @@ class _Side:
     due_s: Sequence[float]
     clock_s: float = 0.0
     sent: int = 0
+    emitted: int = 0
     flying: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     slices: list[dict[str, Any]] = field(default_factory=list)
@@ -130,10 +131,10 @@ class _Side:
     def finished(self) -> bool:
         return bool(self.problem) or (self.sent == len(self.plan.requests) and not self.flying)
 
-    def run(self, steps: int) -> None:
-        """Up to ``steps`` engine steps, on the side's own clock."""
+    def run(self, until: int) -> None:
+        """Steps until ``until`` tokens are emitted since the beginning, on the side's own clock."""
         offset, began, tokens = self.clock_s - time.perf_counter(), self.clock_s, 0
-        for _ in range(steps):
+        while self.emitted + tokens < until:
             now = time.perf_counter() + offset
             if not self.flying and self.plan.rate_per_s is not None and self.sent < len(self.due_s):
                 wait = max(0.0, self.due_s[self.sent] - now)  # nothing to do until then
@@ -161,6 +162,7 @@ class _Side:
                     row["error"] = "" if output.finish_reason != "cancelled" else "cancelled by the engine"
                     del self.flying[output.request_id]
         self.clock_s = time.perf_counter() + offset
+        self.emitted += tokens
         if tokens or self.flying:
             one = {"side": self.name, "number": len(self.slices), "began_s": began, "ended_s": self.clock_s}
             self.slices.append({**one, "tokens": tokens})
@@ -199,7 +201,10 @@ def drive(
     plan: ServedPlan,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Driven:
-    """Answer the plan's requests on every side, a slice of steps each in an order that turns."""
+    """Answer the plan's requests on every side, a slice of tokens each in an order that turns.
+
+    By tokens, not by steps: a side that drafts needs fewer steps for the same work, and what the others do
+    after it would meet another machine."""
     due = poisson_times(len(plan.requests), plan.rate_per_s, seed=1) if plan.rate_per_s else ()
     running = [_Side(name, engine, plan, due) for name, engine in sides.items()]
     before = {one.name: one.engine.stats() for one in running}
@@ -208,7 +213,7 @@ def drive(
         order = running if turn % 2 else running[::-1]
         for one in order:
             if not one.finished:
-                one.run(SLICE_STEPS)
+                one.run((turn + 1) * slice_tokens(plan.concurrency))
         turn += 1
         on_progress(sum(one.sent - len(one.flying) for one in running), total)
     counters, problems = {}, [one.problem for one in running if one.problem]

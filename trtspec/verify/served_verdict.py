@@ -26,12 +26,19 @@ from trtspec.verify.report import Report
 from trtspec.verify.sanity import impossible_speedup
 from trtspec.verify.timed import steady, timed_from
 
-SLICE_STEPS = 8
-"""Steps that a side runs before the others have their turn."""
+_PLAIN_STEPS = 8
+"""Steps without drafts that a slice is as long as, by its tokens."""
+
+
 _MOST_BLOCKS, _FEWEST_BLOCKS = 10, 6
 _NONE: Interval = (-math.inf, math.inf)
 CLOCK = "in process, sides in turn, each on a clock of its own that stands while others run"
 _CLOCK = f"{CLOCK}; HTTP, tokenizing and text are not in it"
+
+
+def slice_tokens(concurrency: int | None) -> int:
+    """Tokens that a side emits before the others have their turn."""
+    return _PLAIN_STEPS * (concurrency or 4)
 
 
 def judge_served(
@@ -224,7 +231,7 @@ def _throughput(
     length = sum(row["tokens"] for row in mine) / max(1, sum(len(row["emitted"]) for row in mine))
     how = (
         f"{load}; {_CLOCK}; tokens over seconds of steps in the steady state, 95 % bootstrap "
-        f"over at most {_MOST_BLOCKS} blocks of consecutive slices of {SLICE_STEPS} steps"
+        f"over at most {_MOST_BLOCKS} blocks of consecutive slices of {slice_tokens(concurrency)} tokens"
     )
     told = ", ".join(f"{side} {rates[side]:.1f}" for side in rates if side != "recipe")
     evidence = {
