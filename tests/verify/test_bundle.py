@@ -23,6 +23,7 @@ from test_phrases import left
 from trtspec.cli import main
 from trtspec.engine import Completion
 from trtspec.errors import InputError
+from trtspec.recipe_file import parse_recipe
 from trtspec.ruler import Answer, Run
 from trtspec.verify import gpu, protocol
 from trtspec.verify.approximate import Sampled, judge_approximate
@@ -31,6 +32,7 @@ from trtspec.verify.divergence import judge_divergence
 from trtspec.verify.gates import Check, Verdict, raw_as_records
 from trtspec.verify.quality import judge
 from trtspec.verify.recheck import Recheck, recheck, rejudge
+from trtspec.verify.recheck_gates import unanswered
 from trtspec.verify.records import Records
 from trtspec.verify.report import Report, check_fields, plain
 from trtspec.verify.settings import QUICK
@@ -521,3 +523,15 @@ def test_verdicts_on_engines_of_tensorrt_llm_again():
     for check in checks:
         assert check_fields(again(check)[0]) == check_fields(check)
     assert checks[-1].evidence["interleaved"] is False
+
+
+def test_a_gate_on_losslessness_is_answered_by_the_proof_where_16_bit_cannot_tell():
+    undecided = Check("lossless", Verdict.INCONCLUSIVE, "near ties", False)
+    proof = Check("lossless_float64", Verdict.PASS, "same", True)
+    recipe = parse_recipe(
+        b"version: 1\nname: x\nmodel: {source: a}\nbackend: {kind: embedded}\ngates: {lossless: true}\n"
+    ).model_dump(mode="json")
+    assert unanswered(made_report(undecided, proof, recipe=recipe)) == []
+    assert len(unanswered(made_report(undecided, recipe=recipe))) == 1
+    asked = Check("lossless_float64", Verdict.PASS, "same", False)
+    assert len(unanswered(made_report(undecided, asked, recipe=recipe))) == 1

@@ -210,7 +210,7 @@ def scored(excess):
 
 
 def test_the_interaction_is_the_excess_over_the_sum():
-    assert "not shown to be other" in judged(scored(0.0)).summary
+    assert "not shown to lose other" in judged(scored(0.0)).summary
     more = judged(scored(0.05))
     assert "more than the sum" in more.summary
     assert more.evidence["excess_nats"] == pytest.approx(0.05, abs=0.01)

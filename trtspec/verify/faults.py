@@ -21,7 +21,7 @@ from trtspec.prompts import Prompt
 from trtspec.ruler import run
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.labels import check_parameters
-from trtspec.verify.load import Contender, check_acceptance, check_speed, race
+from trtspec.verify.load import Contender, check_acceptance, check_speed, race, too_fast
 from trtspec.verify.lossless import check_lossless, requests_for
 from trtspec.verify.power import Simulation, simulate, simulation_json
 from trtspec.verify.quality import check_quality
@@ -272,8 +272,11 @@ class _Rig:
         plain = Altered(self._plain, delay_s=sleep_s)
         limit = self._specimen.DRAFT_TOKENS
         contenders = [Contender("recipe", self._drafting(), limit), Contender("no_speculation", plain, 0)]
-        found = race(contenders, self._prompts[:3], [10] * 3, rounds=1)
-        return check_speed(found, check_name="speedup", name="recipe", over="no_speculation", bound=None)
+        for _ in range(1 if sleep_s else 3):  # a busy machine is timed again, as the protocol does
+            found = race(contenders, self._prompts[:3], [10] * 3, rounds=1)
+            if not too_fast(found):
+                break
+        return check_speed(found, check_name="speedup", name="recipe", over="no_speculation", bound=0.01)
 
 
 class Altered:

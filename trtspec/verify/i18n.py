@@ -103,6 +103,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "unit.answers": ("answers", "个回答"),
     "unit.parameters": ("parameters", "个参数"),
     "unit.nats": ("nats", "奈特"),
+    "unit.times BF16": ("times BF16", "倍于 BF16"),
     "unit.ms": ("ms", "毫秒"),
     "unit.ms TTFT p50": ("ms TTFT p50", "毫秒（TTFT p50）"),
     "unit.tokens/s": ("tokens/s", "词元/秒"),

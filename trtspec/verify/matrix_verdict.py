@@ -242,6 +242,7 @@ def _cell(
         required=f"{name} {drafter}" == arguments["own"],
         measured=over,
         interval=interval,
+        unit="times BF16",
         warnings=_doubts(result),
         n=len(result.runs[contender]),
         n_unit="prompts",
@@ -268,7 +269,8 @@ def _doubts(result: Race) -> tuple[str, ...]:
     if not busy:
         return ()
     return (
-        f"machine busy? in the same race {', '.join(busy)} was faster than can be: no time of it says much",
+        f"times of {', '.join(busy)} in this race are shorter than can be (machine busy?), so none of its "
+        "times says much",
     )
 
 
@@ -281,7 +283,9 @@ def _whole(
     ran = [one for one in cells if one.verdict is not Verdict.SKIPPED]
     broken = [one.name for one in ran if (one.evidence.get("lossless") or {}).get("different")]
     wrong = [one.name for one in ran if one.verdict is Verdict.ERROR]
-    fastest = max(ran, key=lambda one: one.measured or 0.0, default=None)
+    timed = [one for one in ran if one.measured is not None and one.name.split()[1:] != ["BF16", "none"]]
+    shown = [one for one in timed if one.interval is not None and one.interval[0] > 1]
+    fastest = max(shown or timed, key=lambda one: one.measured or 0.0, default=None)
     verdict = Verdict.FAIL if broken else Verdict.ERROR if wrong else Verdict.PASS if ran else Verdict.SKIPPED
     text = f"{len(ran)} of {len(cells)} cells ran"
     if broken:
@@ -289,7 +293,12 @@ def _whole(
     elif ran:
         text += "; every one that drafts gives the greedy answers of its weights"
     if fastest is not None and fastest.measured:
-        text += f"; fastest: {fastest.name.removeprefix('cell ')} ({fastest.measured:.2f} times BF16)"
+        which = fastest.name.removeprefix("cell ")
+        times = f"{fastest.measured:.2f} times BF16"
+        if fastest.interval is not None and all(map(math.isfinite, fastest.interval)):
+            times += f", {fastest.interval[0]:.2f} to {fastest.interval[1]:.2f}"
+        first = "fastest" if shown else "no cell is shown to be faster than BF16, nearest"
+        text += f"; {first}: {which} ({times})"
     together = {"BF16", "W4A16", EXTRA, "W4A16+KV8"} <= set(scores)
     evidence = {
         "matrix": {"rows": list(formats), "columns": list(DRAFTERS), "cells": [list(row) for row in table]},
@@ -318,10 +327,14 @@ def _interaction(scores: Mapping[str, list[list[float]]], skipped: Mapping[str, 
     ]
     ratio, interval = mean_difference_ratio(excess)
     word = (
-        "more than" if interval[0] > 1 else "less than" if interval[1] < 1 else "not shown to be other than"
+        "lose more than"
+        if interval[0] > 1
+        else "lose less than"
+        if interval[1] < 1
+        else "are not shown to lose other than"
     )
     text = (
-        f"W4A16 and KV8 together lose {word} the sum of both: perplexity {ratio:.4f} times what their "
+        f"W4A16 and KV8 together {word} the sum of both: perplexity {ratio:.4f} times what their "
         f"factors multiply to (95 % interval {interval[0]:.4f} to {interval[1]:.4f})"
     )
     return [

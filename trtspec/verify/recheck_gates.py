@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from trtspec.recipe import Recipe
 from trtspec.recipe_facts import is_for_gpu, is_quantized
 from trtspec.verify.bundle import Bundle
-from trtspec.verify.gates import Check
+from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.records import Records
 from trtspec.verify.report import Report
 
@@ -56,8 +56,21 @@ def unanswered(report: Report) -> list[str]:
     return [
         f"gates.{name} is set, and no required check is about it"
         for name in asked
-        if not any(check.required and _is_about(name, check) for check in report.checks)
+        if not any(
+            _is_about(name, check) and (check.required or _left_to_the_proof(check, report.checks))
+            for check in report.checks
+        )
     ]
+
+
+def _left_to_the_proof(check: Check, checks: Sequence[Check]) -> bool:
+    """Where 16 bit cannot decide, the run in float64 is what is required."""
+    proof = f"{check.name}_float64"
+    return (
+        check.name == _ANSWERED_BY["lossless"]
+        and check.verdict is Verdict.INCONCLUSIVE
+        and any(one.name == proof and one.required for one in checks)
+    )
 
 
 def _is_about(gate: str, check: Check) -> bool:
