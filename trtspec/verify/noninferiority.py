@@ -220,7 +220,8 @@ def judge_pairs(
             verdict = Verdict.INCONCLUSIVE
             summary += f"; {over} solves too few for a loss of {margin:g} to show: ask easier items"
         elif verdict is Verdict.INCONCLUSIVE:
-            summary += f"; {found.items} items do not decide, {_more(found, margin)}"
+            where = "; more of --tasks, or a wider gate" if name.startswith("task:") else ""
+            summary += f"; {found.items} items do not decide, {_more(found, margin)}{where}"
     if unscored:
         summary += f"; {len(unscored)} more could not be scored: {unscored[0]}"
         verdict = verdict if verdict is Verdict.FAIL else Verdict.INCONCLUSIVE
