@@ -52,6 +52,7 @@ def test_the_answers_of_a_whole_report():
             "no: sampled; passed: lossless_float64; undecided: lossless",
         ),
         ((check("lossless", Verdict.INCONCLUSIVE),), "undecided: lossless"),
+        ((UNSURE, check("lossless_float64", Verdict.INCONCLUSIVE)), "undecided: lossless_float64, lossless"),
         ((PROOF, check("sampled", Verdict.SKIPPED)), "undecided: sampled; passed: lossless_float64"),
         ((PROOF, check("sampled", Verdict.SKIPPED, False)), "yes: lossless_float64; not run: sampled"),
         ((PROOF, check("other.lossless", Verdict.FAIL)), "no: other.lossless; passed: lossless_float64"),
@@ -106,9 +107,10 @@ def test_each_load_has_what_was_found_there():
     )  # fmt: skip
     said = asked(speed(1.1, 1.2), two)["at which load?"]
     assert said == "1 at a time: yes (speedup); 8 at a time: not shown (speedup_under_load)"
-    listed = {"loads": [f"load {i}" for i in range(9)]}
+    cells = [{"load": f"load {i}", "speedup": 0.5 + i / 4} for i in range(9)]
+    listed = {"loads": [one["load"] for one in cells], "by_load": cells}
     many = check("speedup_by_load", Verdict.MEASURED, False, measured=1.2, evidence=listed)
-    assert asked(many)["at which load?"] == "9 loads, each with its interval"
+    assert asked(many)["at which load?"] == "9 loads: from 0.50 (load 0) to 2.50 (load 8)"
     void = speed(1.1, 1.2, Verdict.ERROR)
     assert "at which load?" not in asked(void)
 

@@ -6,9 +6,9 @@ A reader's first lines. They follow from the checks alone and decide nothing: th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from trtspec.verify.gates import Check, Verdict
+from trtspec.verify.gates import Check, Verdict, finite
 from trtspec.verify.i18n import Say
 from trtspec.verify.report import Report
 
@@ -53,11 +53,11 @@ def _lossless(report: Report, say: Say) -> str:
     owed = [one.name for one in found if one.required and one.verdict not in (*_WRONG, Verdict.PASS)]
     rest = [one for one in found if one.name not in owed]
     sure = "approximate-by-design" if approximate else "yes"
+    unsure = ("undecided", [*owed, *(one.name for one in rest if one.verdict is Verdict.INCONCLUSIVE)])
+    passed = ("passed-only" if wrong or owed else sure, kept)
     groups = (
         ("no", wrong),
-        ("undecided", owed),
-        ("passed-only" if wrong or owed else sure, kept),
-        ("undecided", [one.name for one in rest if one.verdict is Verdict.INCONCLUSIVE]),
+        *((unsure, passed) if owed else (passed, unsure)),
         ("not-run", [one.name for one in rest if one.verdict is Verdict.SKIPPED]),
     )
     return _joined([(say(f"answer.{key}"), listed) for key, listed in groups], say)
@@ -103,20 +103,34 @@ def _pace(check: Check) -> str:
 
 
 def _loads(checks: Sequence[Check], say: Say) -> str:
-    """Load by load what was found there; of many only their number."""
+    """Load by load what was found there; of many, from where to where it goes."""
     told: dict[str, list[str]] = {}
-    many = 0
+    many = []
     for one in checks:
         listed = one.evidence.get("loads")
         pace = _pace(one)
         if pace in ("not-run", "contradiction") or not isinstance(listed, (list, tuple)) or not listed:
             continue
         if len(listed) > 1:
-            many = max(many, len(listed))
-            continue
-        told.setdefault(str(listed[0]), []).append(f"{say(f'answer.{pace}')} ({one.name})")
+            many += _span(one, say)
+        else:
+            told.setdefault(str(listed[0]), []).append(f"{say(f'answer.{pace}')} ({one.name})")
     found = [say("item", name=load, text=say("listed").join(names)) for load, names in told.items()]
-    return say("joined").join([*found, *([say("answer.loads", n=many)] if many else [])])
+    return say("joined").join([*found, *many])
+
+
+def _span(check: Check, say: Say) -> list[str]:
+    """``36 loads: from 0.43 (short copy en, batch 1) to 3.47 (long chat zh, batch 4)``"""
+    listed = check.evidence.get("by_load")
+    cells = [
+        (value, str(one.get("load")))
+        for one in (listed if isinstance(listed, (list, tuple)) else ())
+        if isinstance(one, Mapping) and (value := finite(one.get("speedup"))) is not None
+    ]
+    if not cells:
+        return []
+    (low, worst), (high, best) = min(cells), max(cells)
+    return [say("answer.loads", n=len(cells), low=f"{low:.2f}", worst=worst, high=f"{high:.2f}", best=best)]
 
 
 def _figure(check: Check, say: Say) -> str:

@@ -268,7 +268,10 @@ def _identity(rows: Sequence[Row], margins: Sequence[Row]) -> Check:
     loads = f"; under load {len(late)} more differ" if late else ""
     differ = f"{len(different)} of {len(known)} answers differ {what}"
     more = f"ask more prompts ({max(2 * len(known), 7)})"
-    meant = "; if the baseline serves other weights on purpose: --other-weights"
+    meant = (
+        "; other weights on purpose: --other-weights; a server's own defaults (generation_config.json, "
+        "penalties) must be alike"
+    )
     if contradicted:
         verdict = Verdict.ERROR
         summary = (

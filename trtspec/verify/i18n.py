@@ -268,7 +268,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "answer.not-shown": ("not shown", "未能表明"),
     "answer.slower": ("slower", "更慢"),
     "answer.contradiction": ("no measurement", "未测得"),
-    "answer.loads": ("{n} loads, each with its interval", "共 {n} 种负载，各有区间"),
+    "answer.loads": (
+        "{n} loads: from {low} ({worst}) to {high} ({best})",
+        "{n} 种负载：从 {low}（{worst}）到 {high}（{best}）",
+    ),
     "answer.between": ("{low} to {high}", "{low} 至 {high}"),
     "listed": (", ", "、"),
     "terminal-head": (
@@ -293,6 +296,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "plot.tasks": ("Tokens a step by kind of prompt", "各类提示每步的词元数"),
     "plot.tasks.x": ("tokens a step (1: no gain)", "每步词元数（1 表示无收益）"),
     "plot.speedup": ("Speedup with 95 % intervals", "加速比及其 95 % 区间"),
+    "plot.speedup.bare": ("Speedup, timed too few times for intervals", "加速比（计时次数太少，无区间）"),
     "plot.speedup.x": ("times as fast (1: no gain)", "倍速（1 表示无收益）"),
     "plot.speedup.text": (
         "{name}: {value}, interval {low} to {high}.",

@@ -148,7 +148,8 @@ def _by_load(check: Check, say: Say) -> Figure | None:
         low, high = finite(one.get("low")), finite(one.get("high"))
         interval = (low, high) if low is not None and high is not None else None
         rows.append((str(one.get("load", "")), value, interval, None))
-    return _forest(f"{say('plot.speedup')} ({check.name})", rows, say)
+    title = "plot.speedup" if any(interval for _, _, interval, _ in rows) else "plot.speedup.bare"
+    return _forest(f"{say(title)} ({check.name})", rows, say)
 
 
 def _forest(
