@@ -118,7 +118,7 @@ def judge_throughput(
     logs = [math.log(mine / theirs) for mine, theirs in zip(pace["url"], pace["baseline"], strict=True)]
     mean, (low, high) = mean_interval(logs)
     ratio = math.exp(mean)
-    interval = (math.exp(low), math.exp(high)) if math.isfinite(low) else (low, high)
+    interval = (math.exp(low), math.exp(min(high, 700.0))) if math.isfinite(low) else (low, high)
     failed = sum(bool(row["error"]) for found in rows.values() for row in found)
     warnings = (f"{failed} requests failed; they take their time and bring no tokens",) if failed else ()
     how = (
