@@ -93,7 +93,7 @@ def untold(prose: str, transcript: str) -> list[str]:
 
 
 def test_what_is_said_of_the_run_is_in_the_run() -> None:
-    start = README.index("Read it as an engineer would.")
+    start = README.index("Read it as an engineer would")
     prose = README[start : README.index("\n\n", start)]
     assert len(re.findall(r"\d\.\d", prose)) > 5
     assert untold(prose, TRANSCRIPT) == []

@@ -110,6 +110,11 @@ def test_each_load_has_what_was_found_there():
     cells = [{"load": f"load {i}", "speedup": 0.5 + i / 4} for i in range(9)]
     listed = {"loads": [one["load"] for one in cells], "by_load": cells}
     many = check("speedup_by_load", Verdict.MEASURED, False, measured=1.2, evidence=listed)
+    assert asked(many)["at which load?"] == (
+        "9 loads, timed too few times for intervals: from 0.50 (load 0) to 2.50 (load 8)"
+    )
+    sure = {**listed, "by_load": [{**one, "low": 0.4, "high": 3.0} for one in cells]}
+    many = check("speedup_by_load", Verdict.MEASURED, False, measured=1.2, evidence=sure)
     assert asked(many)["at which load?"] == "9 loads: from 0.50 (load 0) to 2.50 (load 8)"
     void = speed(1.1, 1.2, Verdict.ERROR)
     assert "at which load?" not in asked(void)

@@ -119,3 +119,19 @@ def test_divergences_carry_the_tokens_texts(tmp_path: Path) -> None:
     [one] = result.check.evidence["divergences"]
     assert one["other_text"] == f"<{one['other_token']}>"
     assert f"'<{one['other_token']}>' instead of '<{one['reference_token']}>'" in result.check.details[0]
+
+
+def test_without_drafts_batching_is_held_to_the_noise_alone() -> None:
+    """There is no proof in float64 to leave it to, and nothing that could hide behind a tie."""
+
+    def verdict(gap: float, speculates: bool) -> Verdict:
+        return judge(
+            "lossless", Comparison(100, 6, (Divergence("a", 3, 1, 2, gap_nats=gap),)), NOISE,
+            Comparison(0, 0, ()), dtype="bfloat16", drafted=4 * speculates, accepted=2 * speculates,
+            speculates=speculates, required=True, contradictions=(),
+        ).verdict  # fmt: skip
+
+    between = (NOISE.usual_nats + NOISE.nats) / 2
+    assert verdict(between, False) is Verdict.PASS
+    assert verdict(between, True) is Verdict.INCONCLUSIVE
+    assert verdict(2 * NOISE.nats, False) is Verdict.FAIL

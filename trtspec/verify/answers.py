@@ -130,7 +130,9 @@ def _span(check: Check, say: Say) -> list[str]:
     if not cells:
         return []
     (low, worst), (high, best) = min(cells), max(cells)
-    return [say("answer.loads", n=len(cells), low=f"{low:.2f}", worst=worst, high=f"{high:.2f}", best=best)]
+    known = any(isinstance(one, Mapping) and finite(one.get("low")) is not None for one in listed or ())
+    key = "answer.loads" if known else "answer.loads.bare"
+    return [say(key, n=len(cells), low=f"{low:.2f}", worst=worst, high=f"{high:.2f}", best=best)]
 
 
 def _figure(check: Check, say: Say) -> str:

@@ -17,7 +17,6 @@ if the control shows none: where the baseline does not draw like itself, this is
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -427,7 +426,7 @@ def judge_draws(
             f"{found.how}; by {evidence['compared']}; no seed is used twice; control: the baseline against "
             "itself, likewise"
         ),
-        details=(told_bias(shown),) if math.isfinite(shown) else (),
+        details=told_bias(shown),
         warnings=tuple(warnings) if verdict is not Verdict.INCONCLUSIVE or found.n else (),
         evidence=evidence,
         records=Records("endpoint_sampled", arguments, {"draws": list(draws)}),

@@ -268,6 +268,10 @@ TEXTS: dict[str, tuple[str, str]] = {
     "answer.not-shown": ("not shown", "未能表明"),
     "answer.slower": ("slower", "更慢"),
     "answer.contradiction": ("no measurement", "未测得"),
+    "answer.loads.bare": (
+        "{n} loads, timed too few times for intervals: from {low} ({worst}) to {high} ({best})",
+        "{n} 种负载，计时次数太少而无区间：从 {low}（{worst}）到 {high}（{best}）",
+    ),
     "answer.loads": (
         "{n} loads: from {low} ({worst}) to {high} ({best})",
         "{n} 种负载：从 {low}（{worst}）到 {high}（{best}）",

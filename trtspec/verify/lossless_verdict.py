@@ -140,7 +140,8 @@ def judge(
     upper = rate_upper_bound(different, comparison.positions)
     faults = [one for one in comparison.divergences if not rounds or is_fault(one, noise)]
     batch_faults = [one for one in floor.divergences if not rounds or is_fault(one, noise)]
-    doubtful = [one for one in comparison.divergences if not is_tie(one, noise)]
+    # Without drafts only batching is asked about, of which the noise itself is the measure.
+    doubtful = [one for one in comparison.divergences if not is_tie(one, noise)] if speculates else []
     by_chance = _more_than(comparison, floor) if rounds and speculates else None
     too_many = by_chance is not None and by_chance < FLOOR_ALPHA
     scope = f"{comparison.prompts} answers ({comparison.positions} tokens)"
@@ -190,7 +191,7 @@ def judge(
         verdict, measured_as = Verdict.PASS, "beyond the usual noise" if doubtful else "numeric ties only"
         if too_many:
             measured_as = "more ties than the floor"
-        if noise.usual_nats > POWER_NATS or doubtful or (too_many and proof is not None):
+        if speculates and (noise.usual_nats > POWER_NATS or doubtful or (too_many and proof is not None)):
             verdict, required = Verdict.INCONCLUSIVE, required and proof is None
         elif too_many:
             verdict = Verdict.FAIL

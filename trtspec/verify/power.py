@@ -31,9 +31,11 @@ def bias_size(law: Sequence[float], biased: Sequence[float]) -> float:
     return float(((p1 - p0) ** 2 / p0).sum())
 
 
-def told_bias(bias: float) -> str:
-    """w^2 in words: what a fair coin of that bias does, (1/2 +- sqrt(w^2) / 2)."""
-    return f"w^2 = {bias:.3g} is a fair coin that falls {50 + 50 * min(1.0, bias**0.5):.0f}% to one side"
+def told_bias(bias: float) -> tuple[str, ...]:
+    """w^2 in words: what a fair coin of that bias does (1/2 +- sqrt(w^2) / 2); nothing where no coin can."""
+    if not 0 < bias < 1:
+        return ()
+    return (f"w^2 = {bias:.3g} is a fair coin that falls {50 + 50 * bias**0.5:.0f}% to one side",)
 
 
 def power_of(draws: float, bias: float, outcomes: int, alpha: float = SUITE_ALPHA) -> float:

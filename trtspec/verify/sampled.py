@@ -430,7 +430,7 @@ def judge_sampled(
             f"A/A control; {len(p_values)} tests, Holm, {alpha:g} for all together"
         ),
         warnings=warnings,
-        details=(*details, told_bias(found_bias)) if math.isfinite(found_bias) else details,
+        details=(*details, *told_bias(found_bias)),
         evidence={
             "p_values": {f"{name}: {test}": p for (name, test), p in p_values.items()},
             "rejected": [f"{name}: {test}" for name, test in rejected],
