@@ -12,7 +12,7 @@ from trtspec.backends import open_engine
 from trtspec.verify.faults import Altered
 from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.lossless import check_lossless
-from trtspec.verify.lossless_verdict import Comparison, Divergence, Noise, judge
+from trtspec.verify.lossless_verdict import FAULT, Comparison, Divergence, Noise, judge
 
 NOISE = Noise(0.08, 0.1, 0.03, 500, {"1": 0.1})
 
@@ -134,4 +134,5 @@ def test_without_drafts_batching_is_held_to_the_noise_alone() -> None:
     between = (NOISE.usual_nats + NOISE.nats) / 2
     assert verdict(between, False) is Verdict.PASS
     assert verdict(between, True) is Verdict.INCONCLUSIVE
-    assert verdict(2 * NOISE.nats, False) is Verdict.FAIL
+    assert verdict(1.5 * NOISE.nats, False) is Verdict.INCONCLUSIVE
+    assert verdict(1.1 * FAULT * NOISE.nats, False) is Verdict.FAIL

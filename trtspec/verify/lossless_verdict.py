@@ -104,6 +104,13 @@ def is_fault(divergence: Divergence, noise: Noise) -> bool:
     )
 
 
+def _is_inside(divergence: Divergence, noise: Noise) -> bool:
+    """Whether rounding of the size seen anywhere explains a divergence. Where nothing is drafted that is all
+    that is asked: no loss can hide behind it."""
+    allowed = max(noise.nats, divergence.local_noise_nats or 0.0)
+    return divergence.gap_nats is not None and divergence.gap_nats <= allowed
+
+
 @dataclass(frozen=True)
 class NearMissRun:
     """The run whose drafts hold near misses, against the same reference."""
@@ -140,8 +147,8 @@ def judge(
     upper = rate_upper_bound(different, comparison.positions)
     faults = [one for one in comparison.divergences if not rounds or is_fault(one, noise)]
     batch_faults = [one for one in floor.divergences if not rounds or is_fault(one, noise)]
-    # Without drafts only batching is asked about, of which the noise itself is the measure.
-    doubtful = [one for one in comparison.divergences if not is_tie(one, noise)] if speculates else []
+    explained = is_tie if speculates else _is_inside
+    doubtful = [one for one in comparison.divergences if not explained(one, noise)]
     by_chance = _more_than(comparison, floor) if rounds and speculates else None
     too_many = by_chance is not None and by_chance < FLOOR_ALPHA
     scope = f"{comparison.prompts} answers ({comparison.positions} tokens)"
@@ -191,7 +198,8 @@ def judge(
         verdict, measured_as = Verdict.PASS, "beyond the usual noise" if doubtful else "numeric ties only"
         if too_many:
             measured_as = "more ties than the floor"
-        if speculates and (noise.usual_nats > POWER_NATS or doubtful or (too_many and proof is not None)):
+        blind = speculates and noise.usual_nats > POWER_NATS
+        if blind or doubtful or (too_many and proof is not None):
             verdict, required = Verdict.INCONCLUSIVE, required and proof is None
         elif too_many:
             verdict = Verdict.FAIL
