@@ -108,6 +108,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     "unit.ms TTFT p50": ("ms TTFT p50", "毫秒（TTFT p50）"),
     "unit.tokens/s": ("tokens/s", "词元/秒"),
     "unit.slices": ("slices", "个时间片"),
+    "unit.cells": ("cells", "格"),
     "unit.loads": ("loads", "种负载"),
     "check.lossless": (
         "Greedy answers with speculation are those without it",

@@ -203,7 +203,7 @@ def judge(
             verdict, required = Verdict.INCONCLUSIVE, required and proof is None
         elif too_many:
             verdict = Verdict.FAIL
-        summary = _ties(comparison, noise, doubtful, against, proof)
+        summary = _ties(comparison, noise, doubtful, against, proof, blind)
         if verdict is Verdict.PASS:
             summary = f"numeric ties only: {summary}"
         elif too_many:
@@ -338,8 +338,10 @@ def _ties(
     doubtful: Sequence[Divergence],
     against: str,
     proof: str | None,
+    blind: bool,
 ) -> str:
-    """What differs, how near the ties were, and what that is worth."""
+    """What differs, how near the ties were, and what that is worth. ``blind``: the noise is so large that a
+    loss could hide in it."""
     count = len(comparison.divergences)
     largest = max(divergence.gap_nats or 0.0 for divergence in comparison.divergences)
     local = max(divergence.local_noise_nats or 0.0 for divergence in comparison.divergences)
@@ -355,7 +357,7 @@ def _ties(
         f"{noise.usual_nats:.2g} at 95 % of the places, up to {max(noise.nats, local):.2g} anywhere"
     )
     text += ")"
-    if noise.usual_nats > POWER_NATS or doubtful:
+    if blind or doubtful:
         text += f"; a loss smaller than {_nats(max(noise.usual_nats, largest))} cannot be seen here"
         text += f": the proof is {proof}" if proof else ", and no run in float64 could prove more"
     return text
