@@ -8,6 +8,7 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -224,4 +225,5 @@ def test_the_real_program(load):
         given: dict[str, Any] = {"concurrency": None, "rate_per_s": None, **load}
         driven = drive(find_aiperf(None), connect(url), CHATS, max_tokens=12, requests=12, **given)
     assert [(one.tokens, len(one.arrivals_s), one.error) for one in driven.timed] == [(12, 6, "")] * 12
-    assert all(gap > 0.003 for one in driven.timed for gap in one.gaps_s[:1])
+    # Pieces that a busy client reads late come together: the usual gap is that of a step.
+    assert median(gap for one in driven.timed for gap in one.gaps_s) > 0.003
