@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from trtspec.cli.report import check_outputs, form_options, rendered
 from trtspec.cli.verify_help import Sectioned
 from trtspec.cli.verify_modes import (
     endpoint_draws,
+    json_bytes,
     json_file_option,
     mode_options,
     only_one_mode,
@@ -315,5 +315,4 @@ def _as_json(result: Report) -> bytes:
     """The file of ``--json FILE``."""
     from trtspec.verify.report import to_json
 
-    value = {"schema": "trtspec.verify/1", "report": to_json(result)}
-    return (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+    return json_bytes({"schema": "trtspec.verify/1", "report": to_json(result)})

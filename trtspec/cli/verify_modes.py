@@ -158,8 +158,12 @@ def write_json(json_file: str, value: dict[str, Any]) -> None:
     """``value`` to the file of ``--json FILE``."""
     from trtspec.user_files import user_path, write_user_file
 
-    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    write_user_file(user_path(json_file), (text + "\n").encode())
+    write_user_file(user_path(json_file), json_bytes(value))
+
+
+def json_bytes(value: dict[str, Any]) -> bytes:
+    """What stands in the file of ``--json FILE``."""
+    return (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 _WITH = {

@@ -25,11 +25,12 @@ _WRONG = (Verdict.FAIL, Verdict.ERROR)
 def answers(report: Report, say: Say) -> list[tuple[str, str]]:
     """(question, answer) in words; none of what the report has no checks for, as that of a matrix."""
     checks = report.checks
+    faster = [one for one in checks if _base(one) in _FASTER]
     found = (
         ("acceptance" if report.fidelity == "approximate" else "lossless", _lossless(report, say)),
         ("quality", _quality([one for one in checks if _is_quality(one)], say)),
-        ("faster", _faster([one for one in checks if _base(one) in _FASTER], say)),
-        ("load", _loads([one for one in checks if _base(one) in _FASTER], say)),
+        ("faster", _faster(faster, say)),
+        ("load", _loads(faster, say)),
     )
     return [(say(f"ask.{key}"), text) for key, text in found if text]
 
@@ -79,13 +80,8 @@ def _quality(found: Sequence[Check], say: Say) -> str:
 
 
 def _faster(found: Sequence[Check], say: Say) -> str:
-    groups: dict[str, list[str]] = {
-        "yes": [],
-        "not-shown": [],
-        "slower": [],
-        "contradiction": [],
-        "not-run": [],
-    }
+    kinds = ("yes", "not-shown", "slower", "contradiction", "not-run")
+    groups: dict[str, list[str]] = {kind: [] for kind in kinds}
     for one in found:
         groups[_pace(one)].append(_figure(one, say))
     if not any(groups[key] for key in groups if key != "not-run"):
@@ -122,15 +118,14 @@ def _loads(checks: Sequence[Check], say: Say) -> str:
 def _span(check: Check, say: Say) -> list[str]:
     """``36 loads: from 0.43 (short copy en, batch 1) to 3.47 (long chat zh, batch 4)``"""
     listed = check.evidence.get("by_load")
+    rows = [one for one in (listed if isinstance(listed, (list, tuple)) else ()) if isinstance(one, Mapping)]
     cells = [
-        (value, str(one.get("load")))
-        for one in (listed if isinstance(listed, (list, tuple)) else ())
-        if isinstance(one, Mapping) and (value := finite(one.get("speedup"))) is not None
+        (value, str(one.get("load"))) for one in rows if (value := finite(one.get("speedup"))) is not None
     ]
     if not cells:
         return []
     (low, worst), (high, best) = min(cells), max(cells)
-    known = any(isinstance(one, Mapping) and finite(one.get("low")) is not None for one in listed or ())
+    known = any(finite(one.get("low")) is not None for one in rows)
     key = "answer.loads" if known else "answer.loads.bare"
     return [say(key, n=len(cells), low=f"{low:.2f}", worst=worst, high=f"{high:.2f}", best=best)]
 

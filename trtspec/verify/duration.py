@@ -16,6 +16,11 @@ _PARAMETERS_STEPS = 300
 """Plain steps that sampling_parameters takes."""
 
 
+def about(seconds: float) -> str:
+    """An estimate in words: no figure that it does not have."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def sampled_s(step_s: float, settings: Settings, recipe: Recipe) -> float:
     """Seconds of the sampled answers where a plain step takes ``step_s``: two runs in batches, with drafts
     and without, and a pass over each answer. Fitted, as the factors below."""

@@ -28,6 +28,7 @@ from trtspec.ruler import Answer
 from trtspec.verify.approximate import MIN_PROMPTS, REPETITION_MARGIN, Sampled, repetition_over
 from trtspec.verify.arrivals import closed_loop, giving_up
 from trtspec.verify.blackbox import FIRST_TOKENS, beginnings, found_bias, judge_blackbox, planned_answers
+from trtspec.verify.duration import about
 from trtspec.verify.endpoint import (
     Endpoint,
     Reply,
@@ -213,8 +214,7 @@ def check_sampled(
     if settings.seconds is not None and seconds > settings.seconds:
         reason = f"would take about {seconds:.0f} s, over {settings.seconds:.0f} s; --sampled runs it"
         return skipped("sampled", reason)
-    most = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    on_progress = stage(f"sampled: url, baseline, control, {most} at most")
+    on_progress = stage(f"sampled: url, baseline, control, {about(seconds)} at most")
     rows: list[Row] = []
     before, had = drafted(), 0
     for share in LOOKS:

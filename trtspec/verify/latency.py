@@ -201,7 +201,6 @@ def judge_latency(
     }
     table: dict[str, dict[str, Any]] = {}
     details: list[str] = []
-    first = quantile_of(values["TTFT"], 0.5)
     refused: dict[tuple[int, str], list[str]] = {}
     for metric, numbers in values.items():
         table[metric] = {}
@@ -254,8 +253,8 @@ def judge_latency(
             verdict,
             summary,
             required=False,
-            measured=first.value and 1e3 * first.value,
-            interval=first.interval and (1e3 * first.interval[0], 1e3 * first.interval[1]),
+            measured=table["TTFT"]["p50_ms"],
+            interval=tuple(between) if (between := table["TTFT"].get("p50_interval_ms")) else None,
             unit="ms TTFT p50",
             n=len(kept),
             n_unit="requests",

@@ -17,7 +17,7 @@ from trtspec.ruler import shared_start
 from trtspec.verify.endpoint import Endpoint
 from trtspec.verify.http_stream import Refused, Silent, json_value, post, refused
 from trtspec.verify.records import Row
-from trtspec.verify.tasks import Item, Scored
+from trtspec.verify.tasks import Item, Scored, chosen
 
 MOST_LOGPROB = 0.01
 """Of a token that is certain, with the rounding of 16-bit arithmetic."""
@@ -124,10 +124,7 @@ def choose(item: Item, score: Callable[[str | Sequence[int]], PromptScores]) -> 
     values = tuple(
         math.fsum(one.logprobs[first:]) / weight for one, weight in zip(found, item.weights, strict=True)
     )
-    if not all(map(math.isfinite, values)):
-        return Scored(math.nan, logprobs=values, why="a log-likelihood is not a finite number")
-    others = [value for number, value in enumerate(values) if number != item.right]
-    return Scored(float(values[item.right] > max(others)), logprobs=values)
+    return chosen(values, item.right)
 
 
 def first_scored(choices: Sequence[Sequence[str]], prompt: str) -> int:

@@ -20,7 +20,7 @@ from trtspec.stats import rate_upper_bound
 from trtspec.text import Tokenizer
 from trtspec.verify.approximate import check_approximate
 from trtspec.verify.divergence import judge_divergence
-from trtspec.verify.duration import estimate_s
+from trtspec.verify.duration import about, estimate_s
 from trtspec.verify.exact_run import LOSSLESS, exact_run, liveliest, offer_of, speller, why_no_exact_run
 from trtspec.verify.gates import Check, skipped
 from trtspec.verify.gpu import ELSEWHERE, check_gpu
@@ -156,7 +156,7 @@ def verify(
         ]
         more = f", without {', '.join(besides)}" if besides else ""
         say(
-            f"{len(prompts)} prompts; about {_told(seconds)} to go at the speed that the machine has now"
+            f"{len(prompts)} prompts; about {about(seconds)} to go at the speed that the machine has now"
             f"{more}"
         )
         checks, answers, theirs = _measure(
@@ -216,10 +216,6 @@ def _asked(built: Artifact, pair: Pair) -> Artifact:
 
 def _contender(pair: Pair, engines: _Engines) -> Contender:
     return Contender("other", engines.other or engines.plain, max_draft(pair.running.recipe.speculation))
-
-
-def _told(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def prompts_asked(tokenizer: Tokenizer, settings: Settings, longest: int) -> list[Prompt]:

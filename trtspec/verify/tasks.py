@@ -387,10 +387,15 @@ def score_choice(item: Item, scorer: Engine) -> Scored:
         math.fsum(scorer.score(one).logprobs[item.first - 1 :]) / weight
         for one, weight in zip(item.choices, item.weights, strict=True)
     )
-    others = [value for number, value in enumerate(logprobs) if number != item.right]
+    return chosen(logprobs, item.right)
+
+
+def chosen(logprobs: tuple[float, ...], right: int) -> Scored:
+    """1 if choice ``right`` is strictly the most likely one."""
     if not all(map(math.isfinite, logprobs)):
         return Scored(math.nan, logprobs=logprobs, why="a log-likelihood is not a finite number")
-    return Scored(float(logprobs[item.right] > max(others)), logprobs=logprobs)
+    others = [value for number, value in enumerate(logprobs) if number != right]
+    return Scored(float(logprobs[right] > max(others)), logprobs=logprobs)
 
 
 def cut(output: str, stops: Sequence[str]) -> str:
@@ -449,9 +454,7 @@ def graded_again(row: Mapping[str, Any], side: str) -> float | None:
     if asked is None:
         return None
     if row["kind"] == "choice":
-        logprobs = row[f"{side}_logprobs"]
-        others = [value for number, value in enumerate(logprobs) if number != asked["right"]]
-        return float(logprobs[asked["right"]] > max(others))
+        return chosen(tuple(row[f"{side}_logprobs"]), asked["right"]).value
     if row["kind"] not in ("exact", "regex"):
         return None  # nothing that stands in a file of somebody's is run
     item = Item(

@@ -82,8 +82,8 @@ def steady(records: Sequence[Timed], *, concurrency: int | None = None) -> list[
 
     Closed loop (``concurrency``): not those sent while it filled (they met an emptier server), nor the last
     to be sent, which drain. Which those are is told by when they were *sent*: to leave out what ended late
-    would leave out the long ones. Open loop: those due in the first tenth of the
-    time are warm-up. Empty where nothing is left.
+    would leave out the long ones. Open loop: those due in the first tenth of the time are warm-up. Empty
+    where nothing is left.
     """
     if not records:
         return []
