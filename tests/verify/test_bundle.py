@@ -21,18 +21,15 @@ from made import made_report
 from test_phrases import left
 
 from trtspec.cli import main
-from trtspec.engine import Completion
 from trtspec.errors import InputError
-from trtspec.recipe_file import parse_recipe
 from trtspec.ruler import Answer, Run
-from trtspec.verify import gpu, protocol
+from trtspec.verify import protocol
 from trtspec.verify.approximate import Sampled, judge_approximate
 from trtspec.verify.bundle import open_bundle, write_bundle
 from trtspec.verify.divergence import judge_divergence
-from trtspec.verify.gates import Check, Verdict, raw_as_records
+from trtspec.verify.gates import Check, Verdict
 from trtspec.verify.quality import judge
 from trtspec.verify.recheck import Recheck, recheck, rejudge
-from trtspec.verify.recheck_gates import unanswered
 from trtspec.verify.records import Records
 from trtspec.verify.report import Report, check_fields, plain
 from trtspec.verify.settings import QUICK
@@ -492,46 +489,3 @@ def test_a_damaged_bundle_is_not_shown_as_a_report(bundle, capsys):
     assert main(["report", str(bundle)]) == 2
     assert "changed" in capsys.readouterr().err
     shutil.rmtree(bundle)
-
-
-def test_what_a_judge_keeps_as_raw_goes_into_the_bundle_and_not_into_the_report(tmp_path):
-    raw = {"table": [{"parameter": "seed", "honoured": True, "found": "x"}], "labelled": [], "drafted": 3}
-    check = Check("later", Verdict.PASS, "", True, evidence={"p": 0.5, "raw": raw})
-    moved = raw_as_records(check)
-    assert moved.evidence == {"p": 0.5}
-    assert moved.records == Records("parameters", {}, {"raw": [raw]})
-    assert raw_as_records(moved) is moved
-    write_bundle(tmp_path / "b", made_report(moved))
-    assert json.loads(next((tmp_path / "b").glob("records/*/raw.jsonl")).read_text()) == raw
-
-
-def test_verdicts_on_engines_of_tensorrt_llm_again():
-    def completion(name: str, tokens: tuple[int, ...], steps: int | None = 3) -> Completion:
-        return Completion(name, tokens, "length", steps, 6, 4)
-
-    left = [completion("a", (1, 2, 3)), completion("b", (4, 5, 6))]
-    right = [completion("a", (1, 2, 3)), completion("b", (4, 5, 7))]
-    checks = [
-        gpu.check_same("lossless", left, right, (left[:1], left), drafts=8, required=True),
-        gpu.check_same("lossless", left[:1], left, None, drafts=None, required=True),
-        gpu.check_acceptance(left, draft_limit=4, bound=1.0),
-        gpu.check_acceptance(left, draft_limit=0, bound=None, all_drafted=9),
-        gpu.check_speed(
-            "speedup", [[1.0, 1.1], [2.0, 2.2]], [[2.0, 2.1], [3.0, 3.3]], tokens=(8, 8), bound=1.2
-        ),
-    ]
-    for check in checks:
-        assert check_fields(again(check)[0]) == check_fields(check)
-    assert checks[-1].evidence["interleaved"] is False
-
-
-def test_a_gate_on_losslessness_is_answered_by_the_proof_where_16_bit_cannot_tell():
-    undecided = Check("lossless", Verdict.INCONCLUSIVE, "near ties", False)
-    proof = Check("lossless_float64", Verdict.PASS, "same", True)
-    recipe = parse_recipe(
-        b"version: 1\nname: x\nmodel: {source: a}\nbackend: {kind: embedded}\ngates: {lossless: true}\n"
-    ).model_dump(mode="json")
-    assert unanswered(made_report(undecided, proof, recipe=recipe)) == []
-    assert len(unanswered(made_report(undecided, recipe=recipe))) == 1
-    asked = Check("lossless_float64", Verdict.PASS, "same", False)
-    assert len(unanswered(made_report(undecided, asked, recipe=recipe))) == 1
